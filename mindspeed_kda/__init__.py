@@ -1,0 +1,22 @@
+"""KDA (Kimi Delta Attention) that trains on Ascend NPUs, NVIDIA GPUs and CPUs behind one API.
+
+Importing this package imports torch and nothing heavier.
+"""
+
+from mindspeed_kda.api import chunk_kda_bwd_wy_dqkg_fused
+from mindspeed_kda.backends import register_builtin
+from mindspeed_kda.contracts.wy_dqkg import WyDqkgGrads
+from mindspeed_kda.registry import REGISTRY, Backend, register_backend, use_backend
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backend",
+    "WyDqkgGrads",
+    "__version__",
+    "chunk_kda_bwd_wy_dqkg_fused",
+    "register_backend",
+    "use_backend",
+]
+
+register_builtin(REGISTRY)

@@ -1,0 +1,47 @@
+"""Backend ``triton``: npu_kernels, for Ascend NPUs, NVIDIA GPUs, and CPU tensors under Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from mindspeed_kda import config
+from mindspeed_kda.contracts import wy_dqkg
+from mindspeed_kda.contracts.wy_dqkg import WyDqkgCall
+from mindspeed_kda.registry import Backend, Registry
+
+NAME = "triton"
+
+
+def available() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the module triton is not installed (triton-ascend on an NPU, triton on NVIDIA)"
+    return None
+
+
+def supports(call: WyDqkgCall) -> str | None:
+    reason = available()
+    if reason is not None:
+        return reason
+    if call.dtype == torch.float64:
+        return "q: expected float16, bfloat16 or float32, got float64"
+    kind = call.device.type
+    if kind == "cpu" and not config.TRITON_INTERPRET.flag():
+        return "tensors are on cpu, which Triton serves only in its interpreter (TRITON_INTERPRET=1)"
+    if kind not in ("cpu", "cuda", "npu"):
+        return f"tensors: expected device npu, cuda or cpu, got {kind}"
+    return None
+
+
+def _load_wy_dqkg() -> Any:
+    from mindspeed_kda.npu_kernels.wy_dqkg.plan import run
+
+    return run
+
+
+def register(registry: Registry) -> None:
+    registry.register(
+        Backend(wy_dqkg.OP, NAME, supports, _load_wy_dqkg, available=available, priority={"npu": 100, "cuda": 50})
+    )

@@ -1,0 +1,58 @@
+"""Every environment variable that this package reads, in one place.
+
+The table below is the source of ``docs/environment.md``; a test compares the two. Standard library only: ``setup.py``
+reads this file by path before the package is installed.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: its name, the value that stands for "unset", and what it does."""
+
+    name: str
+    default: str
+    meaning: str
+
+    def read(self) -> str:
+        """The current value; an empty variable counts as unset."""
+        return os.environ.get(self.name) or self.default
+
+    def flag(self) -> bool | None:
+        """The value as yes / no, or None where it is unset. Raises ValueError on anything else."""
+        text = self.read().strip().lower()
+        if text == "":
+            return None
+        if text in ("1", "true", "yes", "on"):
+            return True
+        if text in ("0", "false", "no", "off"):
+            return False
+        raise ValueError(f"{self.name}: expected 1 or 0, got {self.read()!r}")
+
+
+BACKEND = Variable(
+    "MINDSPEED_KDA_BACKEND",
+    "",
+    "Backend of every call that names none (`torch`, `triton`, `cuda`); unset: the best that can run the call.",
+)
+VALIDATE = Variable(
+    "MINDSPEED_KDA_VALIDATE",
+    "",
+    "`1`: look at the values of `cu_seqlens` and `chunk_indices` on the device too, at the price of a synchronisation.",
+)
+BUILD_CUDA = Variable(
+    "MINDSPEED_KDA_BUILD_CUDA",
+    "",
+    "At install time. `1`: build the native CUDA library or fail; `0`: do not; unset: build it where a compiler is.",
+)
+TRITON_INTERPRET = Variable(
+    "TRITON_INTERPRET",
+    "",
+    "Triton's own. `1`: Triton kernels run in its interpreter, which is how the `triton` backend serves CPU tensors.",
+)
+
+TABLE: tuple[Variable, ...] = (BACKEND, VALIDATE, BUILD_CUDA, TRITON_INTERPRET)

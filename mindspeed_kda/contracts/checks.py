@@ -1,0 +1,94 @@
+"""Checks shared by the contracts. Each error names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mindspeed_kda import config
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+MAX_HEAD_SIZE = 256
+CHUNK_SIZES = (16, 32, 64)
+
+
+def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def fail_shape(name: str, axes: str, expected: Sequence[int | str], got: Sequence[int]) -> NoReturn:
+    raise ValueError(f"{name}: expected shape {axes} = [{', '.join(map(str, expected))}], got {list(got)}")
+
+
+def tensor(name: str, value: object) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    return value
+
+
+def rank(name: str, t: torch.Tensor, axes: str) -> None:
+    """``axes`` is the shape in words, such as ``[B, T, H, K]``."""
+    expected = axes.count(",") + 1
+    if t.dim() != expected:
+        raise ValueError(f"{name}: expected {expected} dimensions {axes}, got {t.dim()} (shape {list(t.shape)})")
+
+
+def shape(name: str, t: torch.Tensor, axes: str, expected: tuple[int, ...]) -> None:
+    if t.shape != expected:
+        fail_shape(name, axes, expected, t.shape)
+
+
+def dtype(name: str, t: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
+    if t.dtype not in allowed:
+        raise TypeError(f"{name}: expected dtype {dtype_names(allowed)}, got {dtype_names((t.dtype,))}")
+
+
+def device(name: str, t: torch.Tensor, expected: torch.device, of: str) -> None:
+    if t.device != expected:
+        raise ValueError(f"{name}: expected device {expected} (that of {of}), got {t.device}")
+
+
+def head_size(name: str, axis: str, size: int) -> None:
+    if not 1 <= size <= MAX_HEAD_SIZE:
+        raise ValueError(f"{name}: expected {axis} from 1 to {MAX_HEAD_SIZE}, got {size}")
+
+
+def chunk_size(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"chunk_size: expected an int, got {type(value).__name__}")
+    if value not in CHUNK_SIZES:
+        raise ValueError(f"chunk_size: expected {', '.join(map(str, CHUNK_SIZES))}, got {value}")
+    return value
+
+
+def values_readable(t: torch.Tensor) -> bool:
+    """Whether reading ``t`` on the host costs no device synchronisation, or was asked for."""
+    if isinstance(t, FakeTensor) or t.device.type == "meta":
+        return False
+    return t.device.type == "cpu" or bool(config.VALIDATE.flag())
+
+
+def cu_seqlens(t: object, batch: int, tokens: int, where: torch.device) -> torch.Tensor:
+    """Checks packed-sequence bounds: [N+1], from 0, not decreasing, within T. Values only where that costs no sync."""
+    t = tensor("cu_seqlens", t)
+    rank("cu_seqlens", t, "[N+1]")
+    dtype("cu_seqlens", t, INDEX_DTYPES)
+    if t.shape[0] < 1:
+        raise ValueError("cu_seqlens: expected at least one element [N+1], got 0")
+    device("cu_seqlens", t, where, "q")
+    if batch != 1:
+        raise ValueError(f"cu_seqlens: expected B = 1 with packed sequences, got B = {batch}")
+    if values_readable(t):
+        bounds = t.tolist()
+        if bounds[0] != 0:
+            raise ValueError(f"cu_seqlens: expected to start at 0, got {bounds[0]}")
+        for i, (a, b) in enumerate(itertools.pairwise(bounds)):
+            if b < a:
+                raise ValueError(f"cu_seqlens: expected non-decreasing values, got {a} then {b} at position {i + 1}")
+        if bounds[-1] > tokens:
+            raise ValueError(f"cu_seqlens: expected to end within T = {tokens}, got {bounds[-1]}")
+    return t

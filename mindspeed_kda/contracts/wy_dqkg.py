@@ -1,0 +1,213 @@
+"""Contract of ``chunk_kda_bwd_wy_dqkg_fused``: arguments, checks, outputs and bytes.
+
+The table of shapes and dtypes stands in the public function's docstring (``mindspeed_kda.api``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mindspeed_kda import chunks
+from mindspeed_kda.contracts import checks
+
+OP = "chunk_kda_bwd_wy_dqkg_fused"
+MAIN_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class WyDqkgGrads(NamedTuple):
+    """Outputs of the op, in their fixed order; unpacks as a plain tuple."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    db: Tensor
+    dg: Tensor
+    dA: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class WyDqkgCall:
+    """One checked call: the tensors as given (strides too) and their sizes. Not to be modified."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    v_new: Tensor
+    g: Tensor
+    beta: Tensor
+    A: Tensor
+    h: Tensor
+    do: Tensor
+    dh: Tensor
+    dv: Tensor
+    scale: float
+    cu_seqlens: Tensor | None
+    chunk_indices: Tensor | None
+    state_v_first: bool
+    B: int
+    T: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    BT: int
+    NT: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The main dtype."""
+        return self.q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (self.q, self.k, self.v, self.v_new, self.g, self.beta, self.A, self.h, self.do, self.dh, self.dv)
+
+
+def wide(main: torch.dtype) -> torch.dtype:
+    """The dtype of g and of the fp32 outputs: float32, or float64 where the main tensors are float64."""
+    return torch.float64 if main == torch.float64 else torch.float32
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    v_new: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    h: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    dv: Tensor,
+    scale: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    chunk_indices: Tensor | None = None,
+    state_v_first: bool = False,
+) -> WyDqkgCall:
+    """Validates one call. Raises ValueError or TypeError; runs no kernel and reads device values only if asked to."""
+    named = {"q": q, "k": k, "v": v, "v_new": v_new, "g": g, "beta": beta, "A": A, "h": h, "do": do, "dh": dh, "dv": dv}
+    for name, value in named.items():
+        checks.tensor(name, value)
+    checks.rank("q", q, "[B, T, H, K]")
+    checks.rank("v", v, "[B, T, HV, V]")
+    B, T, H, K = q.shape
+    HV, V = v.shape[2], v.shape[3]
+    checks.head_size("q", "K", K)
+    checks.head_size("v", "V", V)
+    BT = checks.chunk_size(chunk_size)
+    if H < 1 or HV < 1 or HV % H:
+        raise ValueError(f"v: expected HV to be a positive multiple of H = {H}, got HV = {HV}")
+
+    main = q.dtype
+    checks.dtype("q", q, MAIN_DTYPES)
+    main_only, state_dtypes = (main,), (wide(main), main)
+    qk, vv = (B, T, H, K), (B, T, HV, V)
+    for name, t, axes, expected, dtypes in (
+        ("k", k, "[B, T, H, K]", qk, main_only),
+        ("v", v, "[B, T, HV, V]", vv, main_only),
+        ("v_new", v_new, "[B, T, HV, V]", vv, main_only),
+        ("do", do, "[B, T, HV, V]", vv, main_only),
+        ("dv", dv, "[B, T, HV, V]", vv, main_only),
+        ("g", g, "[B, T, HV, K]", (B, T, HV, K), (wide(main),)),
+        ("beta", beta, "[B, T, HV]", (B, T, HV), state_dtypes),
+    ):
+        checks.rank(name, t, axes)
+        checks.shape(name, t, axes, expected)
+        checks.dtype(name, t, dtypes)
+    checks.rank("A", A, "[B, T, HV, BT]")
+    if A.shape[3] != BT:
+        raise ValueError(f"chunk_size: expected A.shape[-1] = {A.shape[3]}, got {BT}")
+    checks.shape("A", A, "[B, T, HV, BT]", (B, T, HV, BT))
+    checks.dtype("A", A, main_only)
+    for name, t in named.items():
+        checks.device(name, t, q.device, "q")
+
+    NT = chunks.cdiv(T, BT)
+    if cu_seqlens is not None:
+        cu_seqlens = checks.cu_seqlens(cu_seqlens, B, T, q.device)
+        checks.rank("h", h, "[B, NT, HV, K, V]")
+        NT = h.shape[1]
+        if checks.values_readable(cu_seqlens):
+            NT = chunks.count_chunks(cu_seqlens.tolist(), BT)
+    if chunk_indices is not None:
+        NT = _check_chunk_indices(chunk_indices, cu_seqlens, NT, BT, q.device)
+    state = (B, NT, HV, V, K) if state_v_first else (B, NT, HV, K, V)
+    state_axes = "[B, NT, HV, V, K]" if state_v_first else "[B, NT, HV, K, V]"
+    for name, t in (("h", h), ("dh", dh)):
+        checks.rank(name, t, state_axes)
+        checks.shape(name, t, state_axes, state)
+        checks.dtype(name, t, state_dtypes)
+    if dh.dtype != h.dtype:
+        raise TypeError(
+            f"dh: expected h's dtype {checks.dtype_names((h.dtype,))}, got {checks.dtype_names((dh.dtype,))}"
+        )
+    return WyDqkgCall(
+        q, k, v, v_new, g, beta, A, h, do, dh, dv,
+        K**-0.5 if scale is None else _scale(scale),
+        cu_seqlens, chunk_indices, bool(state_v_first), B, T, H, HV, K, V, BT, NT,
+    )  # fmt: skip
+
+
+def _scale(scale: object) -> float:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
+    return float(scale)
+
+
+def _check_chunk_indices(t: object, cu_seqlens: Tensor | None, NT: int, BT: int, where: torch.device) -> int:
+    t = checks.tensor("chunk_indices", t)
+    if cu_seqlens is None:
+        raise ValueError("chunk_indices: expected None without cu_seqlens, got a tensor")
+    checks.dtype("chunk_indices", t, checks.INDEX_DTYPES)
+    checks.rank("chunk_indices", t, "[NT, 2]")
+    checks.shape("chunk_indices", t, "[NT, 2]", (NT, 2))
+    checks.device("chunk_indices", t, where, "q")
+    if checks.values_readable(t) and checks.values_readable(cu_seqlens):
+        bounds = cu_seqlens.tolist()
+        expected = {(n, c) for n in range(len(bounds) - 1) for c in range(chunks.cdiv(bounds[n + 1] - bounds[n], BT))}
+        got = [tuple(row) for row in t.tolist()]
+        if len(got) != len(expected) or set(got) != expected:
+            stray = next((row for row in got if row not in expected), None)
+            what = f"{stray}" if stray is not None else "a repeated row"
+            raise ValueError(f"chunk_indices: expected each (sequence, chunk) of cu_seqlens once, got {what}")
+    return NT
+
+
+def output_specs(call: WyDqkgCall) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+    """Name, shape and dtype of each output, in return order."""
+    w, B, T, HV = wide(call.dtype), call.B, call.T, call.HV
+    return (
+        ("dq", (B, T, HV, call.K), w),
+        ("dk", (B, T, HV, call.K), w),
+        ("dv", (B, T, HV, call.V), call.dtype),
+        ("db", (B, T, HV), w),
+        ("dg", (B, T, HV, call.K), w),
+        ("dA", (B, T, HV, call.BT), w),
+    )
+
+
+def empty_outputs(call: WyDqkgCall) -> WyDqkgGrads:
+    """Uninitialised, contiguous outputs on the call's device; for the plan or binding of a backend."""
+    return WyDqkgGrads(*(torch.empty(shape, dtype=d, device=call.device) for _, shape, d in output_specs(call)))
+
+
+def bytes_moved(call: WyDqkgCall) -> int:
+    """Fewest bytes through device memory: each input read once, each output written once."""
+    read = sum(t.numel() * t.element_size() for t in call.inputs)
+    write = 0
+    for _, shape, d in output_specs(call):
+        n = d.itemsize
+        for s in shape:
+            n *= s
+        write += n
+    return read + write

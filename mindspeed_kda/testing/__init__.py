@@ -1,0 +1,1 @@
+"""Inputs, hostile memory, oracles and error measures: one set for tests, benchmarks and ``verify``."""

@@ -1,0 +1,1 @@
+"""The six stages of ``chunk_kda_bwd_wy_dqkg_fused``."""
