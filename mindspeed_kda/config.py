@@ -54,5 +54,20 @@ TRITON_INTERPRET = Variable(
     "",
     "Triton's own. `1`: Triton kernels run in its interpreter, which is how the `triton` backend serves CPU tensors.",
 )
+ASCEND_HOME_PATH = Variable("ASCEND_HOME_PATH", "", "CANN's own: its folder, which `doctor` reports.")
+ASCEND_TOOLKIT_HOME = Variable("ASCEND_TOOLKIT_HOME", "", "CANN's own, the older name of the same.")
+TORCH_AUTOLOAD = Variable(
+    "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "",
+    "PyTorch's own. `0`: `import torch` leaves torch_npu alone, which helps where it is installed without CANN.",
+)
 
-TABLE: tuple[Variable, ...] = (BACKEND, VALIDATE, BUILD_CUDA, TRITON_INTERPRET)
+TABLE: tuple[Variable, ...] = (
+    BACKEND,
+    VALIDATE,
+    BUILD_CUDA,
+    TRITON_INTERPRET,
+    ASCEND_HOME_PATH,
+    ASCEND_TOOLKIT_HOME,
+    TORCH_AUTOLOAD,
+)
