@@ -3,7 +3,7 @@
 Importing this package imports torch and nothing heavier.
 """
 
-from mindspeed_kda.api import chunk_kda_bwd_wy_dqkg_fused
+from mindspeed_kda.api import chunk_kda, chunk_kda_bwd_wy_dqkg_fused
 from mindspeed_kda.backends import register_builtin
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgGrads
 from mindspeed_kda.registry import REGISTRY, Backend, register_backend, use_backend
@@ -14,6 +14,7 @@ __all__ = [
     "Backend",
     "WyDqkgGrads",
     "__version__",
+    "chunk_kda",
     "chunk_kda_bwd_wy_dqkg_fused",
     "register_backend",
     "use_backend",

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_kda import ops
+from mindspeed_kda.autograd import ChunkKda
+from mindspeed_kda.contracts import chunk_kda as kda
 from mindspeed_kda.contracts import wy_dqkg
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgGrads
 from mindspeed_kda.registry import REGISTRY
@@ -77,3 +79,115 @@ def chunk_kda_bwd_wy_dqkg_fused(
         q, k, v, v_new, g, beta, A, h, do, dh, dv, scale, cu_seqlens, chunk_size, chunk_indices, state_v_first
     )
     return REGISTRY.choose(wy_dqkg.OP, call, call.device.type, backend).load()(call)
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    disable_recompute: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = 64,
+    backend: str | None = None,
+    cp_context: object = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    return_intermediate_states: bool = False,
+    transpose_state_layout: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention over a sequence, in chunks: ``(o, final_state or None)``, differentiable.
+
+    Per head, with S a K x V state, a_t the log decay of token t and b_t its write strength::
+
+        S <- diag(exp(a_t)) S;   S <- S + b_t k_t (v_t - S^T k_t)^T;   o_t = scale * S^T q_t
+
+    B batch, T tokens, H query/key heads, HV value heads (a multiple of H; head hv reads query/key head
+    ``hv // (HV // H)``), K and V head sizes (1 to 256), N sequences (B, or those of cu_seqlens).
+
+    ============== ============================= ==========================================================
+    argument       shape                         dtype
+    ============== ============================= ==========================================================
+    q, k           [B, T, H, K]                  main: float16, bfloat16 or float32 (float64: `torch` only)
+    v              [B, T, HV, V]                 main
+    g              [B, T, HV, K]                 main or float32; **natural-log** decay per token (<= 0), or
+                                                 the gate's raw input x with use_gate_in_kernel
+    beta           [B, T, HV]                    main or float32; in (0, 1) or (0, 2), or logits with
+                                                 use_beta_sigmoid_in_kernel
+    A_log          [HV]                          float32; with use_gate_in_kernel only
+    dt_bias        [HV, K] or [HV * K]           float32; optional, with use_gate_in_kernel only
+    initial_state  [N, HV, K, V], or             float32
+                   [N, HV, V, K] with
+                   state_v_first
+    cu_seqlens     [N+1]                         int32 or int64; B must be 1
+    o              [B, T, HV, V]                 main; exact zeros for tokens at or beyond ``cu_seqlens[-1]``
+    final_state    as initial_state              float32, with output_final_state; else None
+    ============== ============================= ==========================================================
+
+    With float64 inputs, float32 above reads float64. Gradients reach q, k, v, g, beta, A_log, dt_bias and
+    initial_state, from o and from the final state; each has its input's shape and dtype.
+
+    * ``scale=None`` means K^-0.5; ``chunk_size`` is 16, 32 or 64 and changes speed, not results.
+    * ``use_qk_l2norm_in_kernel``: q and k are divided by sqrt(sum x^2 + 1e-6).
+    * ``use_gate_in_kernel``: a = -exp(A_log) * softplus(x + dt_bias); with ``lower_bound`` (a number below 0) instead
+      a = lower_bound * sigmoid(exp(A_log) * (x + dt_bias)). ``safe_gate`` asks for the latter and needs
+      ``lower_bound``; without use_gate_in_kernel it is a promise that g is bounded below, and changes nothing.
+    * ``use_beta_sigmoid_in_kernel``: b = sigmoid(beta), or 2 * sigmoid(beta) with ``allow_neg_eigval`` (which has no
+      effect on a beta given as such).
+    * ``disable_recompute``: keep more for backward, for speed.
+    * ``backend``: "torch", "triton", "cuda"; None takes ``use_backend``, then ``MINDSPEED_KDA_BACKEND``, then the best
+      that can run the call. The same backend runs backward.
+    * ``cp_context``, ``cu_seqlens_cpu``, ``use_graph``, ``max_num_seqs`` and ``return_intermediate_states`` are
+      flash-linear-attention's; any value but the default raises NotImplementedError with the reason.
+      ``transpose_state_layout`` is its older name of ``state_v_first``.
+
+    Inputs may have any strides and are never written; results repeat bit for bit. Raises ValueError or TypeError naming
+    the argument, before any kernel runs, and RuntimeError with the reason where the backend asked for cannot run the
+    call. Formulas: docs/kda_math.md, sections 2 to 7.
+    """
+    kda.decline_foreign(
+        cp_context=cp_context,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        use_graph=use_graph,
+        max_num_seqs=max_num_seqs,
+        return_intermediate_states=return_intermediate_states,
+    )
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    call = kda.check(
+        q, k, v, g, beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        safe_gate=safe_gate,
+        lower_bound=lower_bound,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        disable_recompute=disable_recompute,
+        state_v_first=state_v_first or transpose_state_layout,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        needs_grad=torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs),
+    )  # fmt: skip
+    impl = REGISTRY.choose(kda.OP, call, call.device.type, backend).load()
+    if not call.needs_grad:
+        return impl.forward(call)[:2]
+    return ChunkKda.apply(call, impl, *call.tensors)

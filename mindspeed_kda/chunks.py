@@ -21,6 +21,12 @@ def count_chunks(bounds: list[int], chunk_size: int) -> int:
     return sum(cdiv(b - a, chunk_size) for a, b in itertools.pairwise(bounds))
 
 
+def max_chunks(tokens: int, num_seqs: int, chunk_size: int) -> int:
+    """The most chunks that ``num_seqs`` packed sequences in ``tokens`` tokens can have: known without their lengths."""
+    seqs = min(num_seqs, tokens)  # the others are empty
+    return (tokens + seqs * (chunk_size - 1)) // chunk_size if seqs else 0
+
+
 def chunk_indices(cu_seqlens: Tensor, chunk_size: int, num_chunks: int) -> Tensor:
     """[NT, 2] of (sequence, chunk in sequence), in cu_seqlens' dtype.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_kda.contracts import wy_dqkg
+from mindspeed_kda.contracts import chunk_kda, wy_dqkg
 from mindspeed_kda.registry import ANY_DEVICE, Backend, Registry
 
 NAME = "torch"
@@ -16,7 +16,12 @@ def _load_wy_dqkg() -> Any:
     return run
 
 
+def _load_chunk_kda() -> Any:
+    from mindspeed_kda.reference import chunk_kda as run
+
+    return run
+
+
 def register(registry: Registry) -> None:
-    registry.register(
-        Backend(wy_dqkg.OP, NAME, supports=lambda call: None, load=_load_wy_dqkg, priority={ANY_DEVICE: 0})
-    )
+    for op, load in ((wy_dqkg.OP, _load_wy_dqkg), (chunk_kda.OP, _load_chunk_kda)):
+        registry.register(Backend(op, NAME, supports=lambda call: None, load=load, priority={ANY_DEVICE: 0}))

@@ -57,6 +57,25 @@ def head_size(name: str, axis: str, size: int) -> None:
         raise ValueError(f"{name}: expected {axis} from 1 to {MAX_HEAD_SIZE}, got {size}")
 
 
+def value_heads(heads: int, value_heads: int) -> None:
+    if heads < 1 or value_heads < 1 or value_heads % heads:
+        raise ValueError(f"v: expected HV to be a positive multiple of H = {heads}, got HV = {value_heads}")
+
+
+def flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def scale(value: object, key_size: int) -> float:
+    """The scale of the scores; None stands for K^-0.5."""
+    if value is None:
+        return float(key_size**-0.5)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"scale: expected a float or None, got {type(value).__name__}")
+    return float(value)
+
+
 def chunk_size(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"chunk_size: expected an int, got {type(value).__name__}")

@@ -105,8 +105,7 @@ def check(
     checks.head_size("q", "K", K)
     checks.head_size("v", "V", V)
     BT = checks.chunk_size(chunk_size)
-    if H < 1 or HV < 1 or HV % H:
-        raise ValueError(f"v: expected HV to be a positive multiple of H = {H}, got HV = {HV}")
+    checks.value_heads(H, HV)
 
     main = q.dtype
     checks.dtype("q", q, MAIN_DTYPES)
@@ -153,15 +152,9 @@ def check(
         )
     return WyDqkgCall(
         q, k, v, v_new, g, beta, A, h, do, dh, dv,
-        K**-0.5 if scale is None else _scale(scale),
+        checks.scale(scale, K),
         cu_seqlens, chunk_indices, bool(state_v_first), B, T, H, HV, K, V, BT, NT,
     )  # fmt: skip
-
-
-def _scale(scale: object) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"scale: expected a float or None, got {type(scale).__name__}")
-    return float(scale)
 
 
 def _check_chunk_indices(t: object, cu_seqlens: Tensor | None, NT: int, BT: int, where: torch.device) -> int:

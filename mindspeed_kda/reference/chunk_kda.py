@@ -1,0 +1,215 @@
+"""``chunk_kda`` by its definition in chunk form, forward and backward (docs/kda_math.md, sections 2 to 7).
+
+The implementation behind backend ``torch``: forward, backward and saved_specs of ``contracts.chunk_kda.ChunkKdaImpl``.
+Everything is computed in float32 (float64 for float64 inputs), all chunks at once; only the two recurrences over the
+states walk the chunks. Nothing is saved for backward unless ``disable_recompute``: what backward recomputes is then
+never a rounded copy of what forward used.
+
+Tensors on chunks are [B, NT, HV, BT, K or V]; rows that hold no token are 0, so that they decay by 2^0 and write 0.
+Decays are sums of per-token decays in both directions, never differences of a running sum.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mindspeed_kda import chunks
+from mindspeed_kda.contracts.chunk_kda import ChunkKdaCall, ChunkKdaGrads, Spec
+from mindspeed_kda.contracts.wy_dqkg import wide
+from mindspeed_kda.reference import transforms
+from mindspeed_kda.reference.intra import decayed_products, decayed_products_backward, sum_after, unit_lower_inverse
+from mindspeed_kda.reference.layout import ChunkLayout, chunk_layout
+from mindspeed_kda.reference.products import matmul, without_autocast
+from mindspeed_kda.reference.wy_dqkg import wy_chunks
+
+LOG2E = 1.0 / math.log(2.0)
+
+
+class Rows(NamedTuple):
+    """The inputs after their transforms, on chunks, per value head."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    b: Tensor  # [B, NT, HV, BT, 1]
+    a: Tensor  # log2 decay per token
+    decay: Tensor  # 2^g
+    to_end: Tensor  # 2^(g_L - g)
+    decay_last: Tensor  # 2^(g_L), [B, NT, HV, 1, K]
+    q_rnorm: Tensor | None  # [B, T, H, 1], with qk_l2norm
+    k_rnorm: Tensor | None
+
+
+class States(NamedTuple):
+    """What the forward recurrence leaves: A, Aqk, v_new, the state h at each chunk's start [B, NT, HV, K, V]."""
+
+    A: Tensor
+    Aqk: Tensor
+    v_new: Tensor
+    h: Tensor
+
+
+def _layout(c: ChunkKdaCall) -> tuple[ChunkLayout, Tensor | None]:
+    """Where the chunks lie, and the sequence of each, int64 [NT], where sequences are packed.
+
+    A dense batch has one sequence a row, and the recurrences walk all rows together.
+    """
+    if c.cu_seqlens is None:
+        return chunk_layout(c.T, c.BT, c.NT, c.device, None, None), None
+    indices = chunks.chunk_indices(c.cu_seqlens, c.BT, c.NT)
+    return chunk_layout(c.T, c.BT, c.NT, c.device, c.cu_seqlens, indices), indices[:, 0].long()
+
+
+def _rows(c: ChunkKdaCall, layout: ChunkLayout) -> Rows:
+    compute, group = wide(c.dtype), c.HV // c.H
+
+    def heads(x: Tensor) -> tuple[Tensor, Tensor | None]:
+        x = x.to(compute)
+        r = transforms.inverse_norm(x) if c.qk_l2norm else None
+        return layout.gather(x if r is None else x * r).repeat_interleave(group, dim=2), r
+
+    (q, q_rnorm), (k, k_rnorm) = heads(c.q), heads(c.k)
+    a = layout.gather(transforms.log_decay(c, compute)) * LOG2E
+    g = a.cumsum(-2)
+    return Rows(
+        q=q,
+        k=k,
+        v=layout.gather(c.v).to(compute),
+        b=layout.gather(transforms.write_strength(c, compute)).unsqueeze(-1),
+        a=a,
+        decay=torch.exp2(g),
+        to_end=torch.exp2(sum_after(a)),
+        decay_last=torch.exp2(g[..., -1:, :]),
+        q_rnorm=q_rnorm,
+        k_rnorm=k_rnorm,
+    )
+
+
+def _state(c: ChunkKdaCall, given: Tensor | None) -> Tensor:
+    """The running state of each sequence [N, HV, K, V], a copy of ``given`` or 0."""
+    if given is None:
+        return torch.zeros((c.N, c.HV, c.K, c.V), dtype=wide(c.dtype), device=c.device)
+    return (given.mT if c.state_v_first else given).to(wide(c.dtype)).clone(memory_format=torch.contiguous_format)
+
+
+def _given_layout(c: ChunkKdaCall, state: Tensor) -> Tensor:
+    return state.mT.contiguous() if c.state_v_first else state
+
+
+def _read(state: Tensor, sequence: Tensor | None, i: int) -> Tensor:
+    """The state that chunk ``i`` continues, [B, HV, K, V]."""
+    return state if sequence is None else state.index_select(0, sequence[i : i + 1])
+
+
+def _write(state: Tensor, sequence: Tensor | None, i: int, value: Tensor) -> None:
+    if sequence is None:
+        state.copy_(value)
+    else:
+        state.index_copy_(0, sequence[i : i + 1], value)
+
+
+def _w(r: Rows, A: Tensor) -> Tensor:
+    return matmul(A, r.b * r.k * r.decay)
+
+
+def _states(c: ChunkKdaCall, r: Rows, sequence: Tensor | None) -> tuple[States, Tensor]:
+    """Stages F2 to F4, and the final states [N, HV, K, V]."""
+    Aqk, kk = decayed_products((r.q, r.k), r.k, r.a)
+    Aqk = c.scale * (Aqk + torch.diag_embed((r.q * r.k).sum(-1)))
+    A = unit_lower_inverse(r.b * kk)
+    w, v_new = _w(r, A), matmul(A, r.b * r.v)
+    k_end, carry = (r.k * r.to_end).mT, r.decay_last.mT
+    h = v_new.new_empty((c.B, c.NT, c.HV, c.K, c.V))
+    state = _state(c, c.initial_state)
+    for i in range(c.NT):
+        S = _read(state, sequence, i)
+        h[:, i] = S
+        v_new[:, i] -= matmul(w[:, i], S)
+        _write(state, sequence, i, carry[:, i] * S + matmul(k_end[:, i], v_new[:, i]))
+    return States(A, Aqk, v_new, h), state
+
+
+def _states_backward(
+    c: ChunkKdaCall, r: Rows, s: States, do: Tensor, dht: Tensor | None, sequence: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Stage B2: dh [B, NT, HV, K, V], dv [B, NT, HV, BT, V], and dh0 [N, HV, K, V]."""
+    w, dv = _w(r, s.A).mT, matmul(s.Aqk.mT, do)
+    k_end, carry = r.k * r.to_end, r.decay_last.mT
+    from_o = c.scale * matmul((r.q * r.decay).mT, do)
+    dh = torch.empty_like(s.h)
+    state = _state(c, dht)
+    for i in reversed(range(c.NT)):
+        dS = _read(state, sequence, i)
+        dh[:, i] = dS
+        dv[:, i] += matmul(k_end[:, i], dS)
+        _write(state, sequence, i, carry[:, i] * dS + from_o[:, i] - matmul(w[:, i], dv[:, i]))
+    return dh, dv, state
+
+
+@without_autocast
+def forward(call: ChunkKdaCall) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    layout, sequence = _layout(call)
+    r = _rows(call, layout)
+    s, final = _states(call, r, sequence)
+    o = call.scale * matmul(r.q * r.decay, s.h) + matmul(s.Aqk, s.v_new)
+    return (
+        layout.scatter(o.to(call.dtype), call.T),
+        _given_layout(call, final) if call.output_final_state else None,
+        tuple(s) if saved_specs(call) else (),
+    )
+
+
+@without_autocast
+def backward(call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> ChunkKdaGrads:
+    c, (layout, sequence) = call, _layout(call)
+    r = _rows(c, layout)
+    s = States(*saved) if saved else _states(c, r, sequence)[0]
+    do = layout.gather(do).to(wide(c.dtype))
+    dh, dv, dh0 = _states_backward(c, r, s, do, dht, sequence)
+
+    wy = wy_chunks(
+        q=r.q, k=r.k, v=r.v, v_new=s.v_new, b=r.b, A=s.A, h=s.h, do=do, dh=dh, dv=dv,
+        decay=r.decay, to_end=r.to_end, decay_last=r.decay_last, scale=c.scale,
+    )  # fmt: skip
+    dAqk = c.scale * matmul(do, s.v_new.mT)
+    q_rows, k_rows, columns = decayed_products_backward(dAqk, wy.dA, r.b * wy.dA, r.q, r.k, r.a)
+    m = dAqk.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    dq = wy.dq + q_rows + m * r.k
+    dk = wy.dk + r.b * k_rows + columns + m * r.q
+    db = wy.db + (r.k * k_rows).sum(-1)
+    # The stable grouping of section 8: no i = j pair, and k * dk1 as a sum over earlier rows, so that nothing cancels.
+    dg = wy.dg_rows + r.q * q_rows + r.k * (r.b * k_rows - columns)
+    earlier = wy.k_dk1.cumsum(-2) - wy.k_dk1
+    da = dg + sum_after(dg) + earlier + wy.dg_state
+
+    def tokens(y: Tensor) -> Tensor:
+        return layout.scatter(y, c.T)
+
+    def heads(dy: Tensor, x: Tensor, r: Tensor | None) -> Tensor:
+        dy = tokens(dy).unflatten(2, (c.H, c.HV // c.H)).sum(3)
+        return dy if r is None else transforms.l2norm_backward(dy, x.to(dy.dtype) * r, r)
+
+    dg_in, dA_log, ddt_bias = transforms.log_decay_backward(c, tokens(da))
+    return ChunkKdaGrads(
+        dq=heads(dq, c.q, r.q_rnorm),
+        dk=heads(dk, c.k, r.k_rnorm),
+        dv=tokens(wy.dv),
+        dg=dg_in,
+        dbeta=transforms.write_strength_backward(c, tokens(db)),
+        dA_log=dA_log,
+        ddt_bias=ddt_bias,
+        dh0=None if c.initial_state is None else _given_layout(c, dh0),
+    )
+
+
+def saved_specs(call: ChunkKdaCall) -> tuple[Spec, ...]:
+    """``States`` in the compute dtype with disable_recompute, nothing otherwise."""
+    c, compute = call, wide(call.dtype)
+    if not (c.needs_grad and c.disable_recompute):
+        return ()
+    sizes = ((c.BT, c.BT), (c.BT, c.BT), (c.BT, c.V), (c.K, c.V))
+    return tuple(((c.B, c.NT, c.HV, *size), compute) for size in sizes)
