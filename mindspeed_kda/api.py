@@ -47,8 +47,8 @@ def chunk_kda_bwd_wy_dqkg_fused(
     beta           [B, T, HV]                    main or float32; after the sigmoid
     A              [B, T, HV, BT]                main; used as given, triangular or not
     g              [B, T, HV, K]                 float32; **log2** domain, inclusive cumsum within the chunk
-    h, dh          [B, NT, HV, K, V], or         float32 or main; state at a chunk's start, gradient of the
-                   [B, NT, HV, V, K] with        state at its end
+    h, dh          [B, NT, HV, K, V], or         float32 or main, the same for both; state at a chunk's start,
+                   [B, NT, HV, V, K] with        gradient of the state at its end
                    state_v_first
     cu_seqlens     [N+1]                         int32 or int64; B must be 1
     chunk_indices  [NT, 2]                       int32 or int64; (sequence, chunk), derived when absent

@@ -45,6 +45,13 @@ class Backend:
     def rank(self, device_type: str) -> int | None:
         return self.priority.get(device_type, self.priority.get(ANY_DEVICE))
 
+    def why_not(self, call: Any) -> str | None:
+        """The predicate's answer: None or the reason. Raises TypeError where it is neither."""
+        reason = self.supports(call)
+        if reason is None or (isinstance(reason, str) and reason):
+            return reason
+        raise TypeError(f"backend {self.name!r}: expected supports() to return None or a reason, got {reason!r}")
+
 
 class Rejection(NamedTuple):
     name: str
@@ -66,6 +73,7 @@ class Registry:
         self._backends: dict[str, dict[str, Backend]] = {}
         self._logged: set[tuple[str, str, tuple[Rejection, ...]]] = set()
         self._entry_points_loaded = False
+        self._entry_points_loading = False
 
     def register(self, backend: Backend, *, replace: bool = False) -> Backend:
         """Adds a backend. Raises ValueError where the name is taken for that op, unless ``replace``."""
@@ -116,14 +124,15 @@ class Registry:
         if self._entry_points_loaded:
             return
         with self._lock:
-            if self._entry_points_loaded:
+            if self._entry_points_loaded or self._entry_points_loading:  # loading: a plug-in asks the registry itself
                 return
-            self._entry_points_loaded = True
+            self._entry_points_loading = True
             for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
                 try:
                     point.load()(self)
                 except Exception as error:  # a broken plug-in must not take the package down, nor pass unseen
                     logger.warning("backend plug-in %r was not loaded: %s: %s", point.name, type(error).__name__, error)
+            self._entry_points_loaded = True
 
 
 _context: ContextVar[str | None] = ContextVar("mindspeed_kda_backend", default=None)
@@ -143,6 +152,8 @@ def use_backend(name: str) -> Iterator[None]:
 
 def _requested(argument: str | None) -> tuple[str | None, str]:
     if argument is not None:
+        if not isinstance(argument, str):
+            raise TypeError(f"backend: expected the name of a backend or None, got {argument!r}")
         return argument, "backend="
     inside = _context.get()
     if inside is not None:
@@ -162,8 +173,8 @@ def select(
     if requested is not None:
         backend = backends.get(requested)
         if backend is None:
-            raise ValueError(f"{source}: expected one of {', '.join(backends)} for {op}, got {requested!r}")
-        reason = backend.supports(call)
+            raise ValueError(f"{source.rstrip('=')}: expected one of {', '.join(backends)} for {op}, got {requested!r}")
+        reason = backend.why_not(call)
         if reason is not None:
             raise RuntimeError(f"{op}: backend {requested!r} (asked for by {source}) cannot run this call: {reason}")
         return Choice(backend, ())
@@ -172,7 +183,7 @@ def select(
     )
     rejected: list[Rejection] = []
     for backend in ranked:
-        reason = backend.supports(call)
+        reason = backend.why_not(call)
         if reason is None:
             return Choice(backend, tuple(rejected))
         rejected.append(Rejection(backend.name, reason))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -17,7 +18,7 @@ CHUNK_SIZES = (16, 32, 64)
 
 
 def dtype_names(dtypes: Sequence[torch.dtype]) -> str:
-    return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+    return " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
 
 
 def fail_shape(name: str, axes: str, expected: Sequence[int | str], got: Sequence[int]) -> NoReturn:
@@ -27,6 +28,8 @@ def fail_shape(name: str, axes: str, expected: Sequence[int | str], got: Sequenc
 def tensor(name: str, value: object) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name}: expected layout torch.strided, got {value.layout}")
     return value
 
 
@@ -58,7 +61,9 @@ def head_size(name: str, axis: str, size: int) -> None:
 
 
 def value_heads(heads: int, value_heads: int) -> None:
-    if heads < 1 or value_heads < 1 or value_heads % heads:
+    if heads < 1:
+        raise ValueError(f"q: expected at least one head H, got {heads}")
+    if value_heads < 1 or value_heads % heads:
         raise ValueError(f"v: expected HV to be a positive multiple of H = {heads}, got HV = {value_heads}")
 
 
@@ -71,7 +76,7 @@ def scale(value: object, key_size: int) -> float:
     """The scale of the scores; None stands for K^-0.5."""
     if value is None:
         return float(key_size**-0.5)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):  # numpy's scalars are Real, tensors are not
         raise TypeError(f"scale: expected a float or None, got {type(value).__name__}")
     return float(value)
 
@@ -85,10 +90,15 @@ def chunk_size(value: object) -> int:
 
 
 def values_readable(t: torch.Tensor) -> bool:
-    """Whether reading ``t`` on the host costs no device synchronisation, or was asked for."""
+    """Whether reading ``t`` on the host costs no device synchronisation, or was asked for and is possible.
+
+    While a CUDA graph is captured nothing may synchronise, so there the values are not looked at, asked for or not.
+    """
     if isinstance(t, FakeTensor) or t.device.type == "meta":
         return False
-    return t.device.type == "cpu" or bool(config.VALIDATE.flag())
+    if t.device.type == "cpu":
+        return True
+    return bool(config.VALIDATE.flag()) and not (t.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def cu_seqlens(t: object, batch: int, tokens: int, where: torch.device) -> torch.Tensor:

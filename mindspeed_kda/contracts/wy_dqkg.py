@@ -106,6 +106,7 @@ def check(
     checks.head_size("v", "V", V)
     BT = checks.chunk_size(chunk_size)
     checks.value_heads(H, HV)
+    checks.flag("state_v_first", state_v_first)
 
     main = q.dtype
     checks.dtype("q", q, MAIN_DTYPES)
@@ -138,6 +139,8 @@ def check(
         NT = h.shape[1]
         if checks.values_readable(cu_seqlens):
             NT = chunks.count_chunks(cu_seqlens.tolist(), BT)
+        elif (most := chunks.max_chunks(T, cu_seqlens.shape[0] - 1, BT)) < NT:
+            raise ValueError(f"h: expected NT of at most {most} chunks for T = {T} and this cu_seqlens, got {NT}")
     if chunk_indices is not None:
         NT = _check_chunk_indices(chunk_indices, cu_seqlens, NT, BT, q.device)
     state = (B, NT, HV, V, K) if state_v_first else (B, NT, HV, K, V)
@@ -153,7 +156,7 @@ def check(
     return WyDqkgCall(
         q, k, v, v_new, g, beta, A, h, do, dh, dv,
         checks.scale(scale, K),
-        cu_seqlens, chunk_indices, bool(state_v_first), B, T, H, HV, K, V, BT, NT,
+        cu_seqlens, chunk_indices, state_v_first, B, T, H, HV, K, V, BT, NT,
     )  # fmt: skip
 
 
@@ -170,9 +173,9 @@ def _check_chunk_indices(t: object, cu_seqlens: Tensor | None, NT: int, BT: int,
         expected = {(n, c) for n in range(len(bounds) - 1) for c in range(chunks.cdiv(bounds[n + 1] - bounds[n], BT))}
         got = [tuple(row) for row in t.tolist()]
         if len(got) != len(expected) or set(got) != expected:
-            stray = next((row for row in got if row not in expected), None)
-            what = f"{stray}" if stray is not None else "a repeated row"
-            raise ValueError(f"chunk_indices: expected each (sequence, chunk) of cu_seqlens once, got {what}")
+            stray = next((f"{row}" for row in got if row not in expected), None)
+            stray = stray or next(f"{row} twice" for i, row in enumerate(got) if row in got[:i])
+            raise ValueError(f"chunk_indices: expected each (sequence, chunk) of cu_seqlens once, got {stray}")
     return NT
 
 

@@ -1,0 +1,44 @@
+# Shared by the scripts beside it: find a Python, make an environment once, name the steps. Sourced, not run.
+
+# find_python NEWEST_MINOR: prints a Python 3.10 to 3.NEWEST_MINOR that can make environments, or says what is missing.
+find_python() {
+    local newest=$1 minor candidate seen=""
+    local names=(python3.11 python3.10)
+    for ((minor = 12; minor <= newest; minor++)); do names+=("python3.$minor"); done
+    names+=(python3 python)
+    for candidate in "${names[@]}"; do
+        command -v "$candidate" >/dev/null 2>&1 || continue
+        # A shim can be on PATH and still start nothing, so each candidate is asked.
+        minor=$("$candidate" -c 'import sys; print(sys.version_info[1] if sys.version_info[0] == 3 else 0)' 2>/dev/null) || continue
+        seen+=" $candidate (3.$minor)"
+        ((minor >= 10 && minor <= newest)) || continue
+        if ! "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
+            seen+=" without venv or ensurepip: install its venv package (python3.$minor-venv on Debian and Ubuntu)"
+            continue
+        fi
+        echo "$candidate"
+        return 0
+    done
+    echo "$0: needs a Python 3.10 to 3.$newest with venv on PATH; found:${seen:- none}" >&2
+    return 1
+}
+
+# make_venv FOLDER PYTHON STAMP: makes FOLDER unless it was completed under the same STAMP. Prints nothing where reused.
+make_venv() {
+    local folder=$1 python=$2 stamp=$3
+    if [ -f "$folder/complete" ] && [ "$(cat "$folder/complete")" = "$stamp" ]; then
+        return 0
+    fi
+    echo "== making $folder with $("$python" --version)"
+    "$python" -m venv --clear "$folder"
+    "$folder/bin/python" -m pip install --quiet --upgrade pip "setuptools>=77" wheel
+    return 10
+}
+
+# stamp_of PYTHON WORD...: changes with the interpreter, with what the package declares and with the words.
+stamp_of() {
+    local python=$1
+    shift
+    { "$python" -c 'import sys; print(sys.version, sys.executable)'; pwd; cat setup.py pyproject.toml; echo "$@"; } |
+        "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+}
