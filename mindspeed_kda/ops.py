@@ -6,6 +6,8 @@ while Dynamo traces, so that no graph break occurs. The backend is chosen when t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -40,10 +42,5 @@ def chunk_kda_bwd_wy_dqkg_fused(
 
 
 @chunk_kda_bwd_wy_dqkg_fused.register_fake
-def _(
-    q, k, v, v_new, g, beta, A, h, do, dh, dv, scale, cu_seqlens, chunk_size, chunk_indices, state_v_first, backend
-):  # fmt: skip
-    call = wy.check(
-        q, k, v, v_new, g, beta, A, h, do, dh, dv, scale, cu_seqlens, chunk_size, chunk_indices, state_v_first
-    )
-    return tuple(wy.empty_outputs(call))
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(wy.empty_outputs(wy.check(*arguments[:-1])))  # all but backend
