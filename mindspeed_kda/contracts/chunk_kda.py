@@ -127,6 +127,23 @@ class ChunkKdaCall:
         return dataclasses.replace(self, **named)
 
 
+def arguments(call: ChunkKdaCall) -> dict[str, Any]:
+    """The keyword arguments of ``mindspeed_kda.chunk_kda`` that make this call again."""
+    return {
+        **call.tensors._asdict(),
+        "scale": call.scale,
+        "output_final_state": call.output_final_state,
+        "use_qk_l2norm_in_kernel": call.qk_l2norm,
+        "use_gate_in_kernel": call.gate != PREGATED,
+        "use_beta_sigmoid_in_kernel": call.beta_sigmoid,
+        "allow_neg_eigval": call.beta_scale != 1.0,
+        "lower_bound": call.lower_bound,
+        "disable_recompute": call.disable_recompute,
+        "state_v_first": call.state_v_first,
+        "chunk_size": call.BT,
+    }
+
+
 class ChunkKdaImpl(Protocol):
     """What a backend's ``load()`` returns for this op (see the head of this file)."""
 

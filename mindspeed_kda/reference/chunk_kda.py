@@ -44,6 +44,18 @@ class Rows(NamedTuple):
     k_rnorm: Tensor | None
 
 
+class BeforeWy(NamedTuple):
+    """Everything that the op of section 5 is given, on chunks, and dh0 [N, HV, K, V]."""
+
+    layout: ChunkLayout
+    rows: Rows
+    states: States
+    do: Tensor
+    dh: Tensor
+    dv: Tensor
+    dh0: Tensor
+
+
 class States(NamedTuple):
     """What the forward recurrence leaves: A, Aqk, v_new, the state h at each chunk's start [B, NT, HV, K, V]."""
 
@@ -163,14 +175,34 @@ def forward(call: ChunkKdaCall) -> tuple[Tensor, Tensor | None, tuple[Tensor, ..
     )
 
 
-@without_autocast
-def backward(call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> ChunkKdaGrads:
-    c, (layout, sequence) = call, _layout(call)
+def _before_wy(c: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> BeforeWy:
+    """The forward recomputed or read from ``saved``, and stages B1 (dv) and B2."""
+    layout, sequence = _layout(c)
     r = _rows(c, layout)
     s = States(*saved) if saved else _states(c, r, sequence)[0]
     do = layout.gather(do).to(wide(c.dtype))
     dh, dv, dh0 = _states_backward(c, r, s, do, dht, sequence)
+    return BeforeWy(layout, r, s, do, dh, dv, dh0)
 
+
+@without_autocast
+def op_inputs(call: ChunkKdaCall, do: Tensor, dht: Tensor | None = None) -> dict[str, Tensor]:
+    """The tensors that ``chunk_kda_bwd_wy_dqkg_fused`` receives in this training step, in the compute dtype.
+
+    q and k per query/key head, g in log2; h and dh [B, NT, HV, K, V] with the call's NT, K before V.
+    """
+    x = _before_wy(call, (), do, dht)
+    r, s = x.rows, x.states
+    rows = {"v": r.v, "v_new": s.v_new, "g": r.a.cumsum(-2), "beta": r.b.squeeze(-1), "A": s.A, "do": x.do, "dv": x.dv}
+    group = call.HV // call.H
+    rows |= {"q": r.q[:, :, ::group], "k": r.k[:, :, ::group]}
+    return {name: x.layout.scatter(t, call.T) for name, t in rows.items()} | {"h": s.h, "dh": x.dh}
+
+
+@without_autocast
+def backward(call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> ChunkKdaGrads:
+    c = call
+    layout, r, s, do, dh, dv, dh0 = _before_wy(c, saved, do, dht)
     wy = wy_chunks(
         q=r.q, k=r.k, v=r.v, v_new=s.v_new, b=r.b, A=s.A, h=s.h, do=do, dh=dh, dv=dv,
         decay=r.decay, to_end=r.to_end, decay_last=r.decay_last, scale=c.scale,
