@@ -10,7 +10,10 @@ from mindspeed_kda.autograd import ChunkKda
 from mindspeed_kda.contracts import chunk_kda as kda
 from mindspeed_kda.contracts import wy_dqkg
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgGrads
-from mindspeed_kda.registry import REGISTRY
+from mindspeed_kda.registry import REGISTRY, current_request
+
+_traced_request = torch.compiler.assume_constant_result(current_request)
+"""While ``torch.compile`` traces: the request becomes a constant of the graph, one for forward and backward."""
 
 
 def chunk_kda_bwd_wy_dqkg_fused(
@@ -168,6 +171,16 @@ def chunk_kda(
         return_intermediate_states=return_intermediate_states,
     )
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
+    state_v_first = state_v_first or transpose_state_layout
+    if torch.compiler.is_compiling():
+        o, final_state, _ = ops.chunk_kda_fwd(
+            *inputs, cu_seqlens,
+            scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+            allow_neg_eigval, safe_gate, lower_bound, disable_recompute, state_v_first, chunk_size, needs_grad,
+            _traced_request(backend),
+        )  # fmt: skip
+        return o, final_state if output_final_state else None
     call = kda.check(
         q, k, v, g, beta,
         scale=scale,
@@ -182,10 +195,10 @@ def chunk_kda(
         A_log=A_log,
         dt_bias=dt_bias,
         disable_recompute=disable_recompute,
-        state_v_first=state_v_first or transpose_state_layout,
+        state_v_first=state_v_first,
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
-        needs_grad=torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs),
+        needs_grad=needs_grad,
     )  # fmt: skip
     impl = REGISTRY.choose(kda.OP, call, call.device.type, backend).load()
     if not call.needs_grad:

@@ -17,7 +17,7 @@ from mindspeed_kda.contracts.chunk_kda import ChunkKdaCall, ChunkKdaGrads, Chunk
 
 BackwardHook = Callable[[ChunkKdaCall, Tensor, "Tensor | None"], None]
 BACKWARD_HOOKS: list[BackwardHook] = []
-"""Called as ``hook(call, do, dht)`` before each eager backward: how ``testing.capture`` sees a real training step."""
+"""Called as ``hook(call, do, dht)`` before each backward: how ``testing.capture`` sees a real training step."""
 
 
 class ChunkKda(torch.autograd.Function):

@@ -1,16 +1,20 @@
 """Schemas and fake implementations for ``torch.compile``: one opaque operator per public op.
 
 Eager calls do not pass through here (a Python operator costs tens of microseconds a call); ``api`` takes this way only
-while Dynamo traces, so that no graph break occurs. The backend is chosen when the operator runs.
+while Dynamo traces, so that no graph break occurs. ``chunk_kda`` is an operator forward, one backward, and the formula
+that ties them; a request for a backend is read when the function is traced, and holds for both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mindspeed_kda.autograd import run_backward
+from mindspeed_kda.contracts import chunk_kda as kda
 from mindspeed_kda.contracts import wy_dqkg as wy
 from mindspeed_kda.registry import REGISTRY
 
@@ -44,3 +48,81 @@ def chunk_kda_bwd_wy_dqkg_fused(
 @chunk_kda_bwd_wy_dqkg_fused.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(wy.empty_outputs(wy.check(*arguments[:-1])))  # all but backend
+
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
+    "Tensor? cu_seqlens"
+)
+_OPTIONS = (
+    "float? scale, bool output_final_state, bool use_qk_l2norm_in_kernel, bool use_gate_in_kernel, "
+    "bool use_beta_sigmoid_in_kernel, bool allow_neg_eigval, bool safe_gate, float? lower_bound, "
+    "bool disable_recompute, bool state_v_first, int chunk_size, bool needs_grad, str? backend"
+)
+OPTION_NAMES = tuple(text.split()[1] for text in _OPTIONS.split(", "))
+_NUM_TENSORS = len(kda.ChunkKdaTensors._fields)
+
+
+def _chosen(args: Sequence[Any]) -> tuple[kda.ChunkKdaCall, kda.ChunkKdaImpl]:
+    """The checked call and its backend, from the tensors and options of either operator."""
+    t = kda.ChunkKdaTensors(*args[:_NUM_TENSORS])
+    options = dict(zip(OPTION_NAMES, args[_NUM_TENSORS:], strict=True))
+    backend = options.pop("backend")
+    call = kda.check(
+        t.q, t.k, t.v, t.g, t.beta,
+        A_log=t.A_log, dt_bias=t.dt_bias, initial_state=t.initial_state, cu_seqlens=t.cu_seqlens, **options,
+    )  # fmt: skip
+    return call, REGISTRY.choose(kda.OP, call, call.device.type, backend).load()
+
+
+@torch.library.custom_op(
+    "mindspeed_kda::chunk_kda_fwd", mutates_args=(), schema=f"({_TENSORS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor[])"
+)
+def chunk_kda_fwd(*args: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """o, the final state (an empty tensor where it is not asked for) and what backward needs."""
+    call, impl = _chosen(args)
+    o, final_state, saved = impl.forward(call)
+    return o, call.q.new_empty(0) if final_state is None else final_state, list(saved)
+
+
+@chunk_kda_fwd.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    call, impl = _chosen(args)
+    (o, o_dtype), (state, state_dtype) = kda.output_specs(call)
+    q = call.q
+    final = q.new_empty(state, dtype=state_dtype) if call.output_final_state else q.new_empty(0)
+    return q.new_empty(o, dtype=o_dtype), final, [q.new_empty(s, dtype=d) for s, d in impl.saved_specs(call)]
+
+
+@torch.library.custom_op(
+    "mindspeed_kda::chunk_kda_bwd",
+    mutates_args=(),
+    schema=f"(Tensor? do, Tensor? dht, Tensor[] saved, {_TENSORS}, {_OPTIONS}) -> Tensor[]",
+)
+def chunk_kda_bwd(do: Tensor | None, dht: Tensor | None, saved: Sequence[Tensor], *args: Any) -> list[Tensor]:
+    """The gradients of the inputs that are there, in the order of ``ChunkKdaGrads``."""
+    call, impl = _chosen(args)
+    return [g for g in run_backward(call, impl, tuple(saved), do, dht) if g is not None]
+
+
+@chunk_kda_bwd.register_fake
+def _(do: Tensor | None, dht: Tensor | None, saved: Sequence[Tensor], *args: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in args[: _NUM_TENSORS - 1] if x is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS], *output[2])
+    ctx.options = inputs[_NUM_TENSORS:]
+
+
+def _backward(ctx: Any, do: Tensor | None, dht: Tensor | None, _saved: Any) -> tuple[Any, ...]:
+    tensors, saved = ctx.saved_tensors[:_NUM_TENSORS], ctx.saved_tensors[_NUM_TENSORS:]
+    if not ctx.options[OPTION_NAMES.index("output_final_state")]:
+        dht = None
+    grads = iter(chunk_kda_bwd(do, dht, list(saved), *tensors, *ctx.options))
+    of_inputs = [None if x is None else next(grads) for x in tensors[:-1]]
+    return (*of_inputs, None, *(None for _ in ctx.options))
+
+
+chunk_kda_fwd.register_autograd(_backward, setup_context=_setup_context)

@@ -150,6 +150,11 @@ def use_backend(name: str) -> Iterator[None]:
         _context.reset(token)
 
 
+def current_request(argument: str | None) -> str | None:
+    """The backend asked for by argument, ``use_backend`` or the environment; None: whichever is best."""
+    return _requested(argument)[0]
+
+
 def _requested(argument: str | None) -> tuple[str | None, str]:
     if argument is not None:
         if not isinstance(argument, str):

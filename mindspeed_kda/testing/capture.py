@@ -13,7 +13,7 @@ or, to keep the raw inputs::
 
 The op's tensors (A, v_new, h, dh, dv and the rest) are computed by the reference from the raw inputs, in float32 or
 float64, and rounded once to the dtypes asked for. Whichever backend ran the step, its inputs and do are what is
-recorded. Only eager backward passes are seen, those of every thread.
+recorded. The backward passes of every thread are seen.
 """
 
 from __future__ import annotations
