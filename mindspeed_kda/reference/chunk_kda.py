@@ -21,7 +21,13 @@ from mindspeed_kda import chunks
 from mindspeed_kda.contracts.chunk_kda import ChunkKdaCall, ChunkKdaGrads, Spec
 from mindspeed_kda.contracts.wy_dqkg import wide
 from mindspeed_kda.reference import transforms
-from mindspeed_kda.reference.intra import decayed_products, decayed_products_backward, sum_after, unit_lower_inverse
+from mindspeed_kda.reference.intra import (
+    decayed_products,
+    decayed_products_backward,
+    sum_after,
+    sum_before,
+    unit_lower_inverse,
+)
 from mindspeed_kda.reference.layout import ChunkLayout, chunk_layout
 from mindspeed_kda.reference.products import matmul, without_autocast
 from mindspeed_kda.reference.wy_dqkg import wy_chunks
@@ -185,6 +191,27 @@ def _before_wy(c: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Tens
     return BeforeWy(layout, r, s, do, dh, dv, dh0)
 
 
+class Intra(NamedTuple):
+    """Stage B4 on chunks: dq, dk, dg [B, NT, HV, BT, K], db [B, NT, HV, BT]; to be added to the op's."""
+
+    dq: Tensor
+    dk: Tensor
+    db: Tensor
+    dg: Tensor
+
+
+def intra_backward(r: Rows, dAqk: Tensor, dA: Tensor) -> Intra:
+    """Section 6. dAqk's diagonal goes to dq and dk alone: its two terms in dg cancel, so neither is formed."""
+    q_rows, k_rows, columns = decayed_products_backward(dAqk, dA, r.b * dA, r.q, r.k, r.a)
+    m = dAqk.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    return Intra(
+        dq=q_rows + m * r.k,
+        dk=r.b * k_rows + columns + m * r.q,
+        db=(r.k * k_rows).sum(-1),
+        dg=r.q * q_rows + r.k * (r.b * k_rows - columns),
+    )
+
+
 @without_autocast
 def op_inputs(call: ChunkKdaCall, do: Tensor, dht: Tensor | None = None) -> dict[str, Tensor]:
     """The tensors that ``chunk_kda_bwd_wy_dqkg_fused`` receives in this training step, in the compute dtype.
@@ -207,31 +234,25 @@ def backward(call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Ten
         q=r.q, k=r.k, v=r.v, v_new=s.v_new, b=r.b, A=s.A, h=s.h, do=do, dh=dh, dv=dv,
         decay=r.decay, to_end=r.to_end, decay_last=r.decay_last, scale=c.scale,
     )  # fmt: skip
-    dAqk = c.scale * matmul(do, s.v_new.mT)
-    q_rows, k_rows, columns = decayed_products_backward(dAqk, wy.dA, r.b * wy.dA, r.q, r.k, r.a)
-    m = dAqk.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    dq = wy.dq + q_rows + m * r.k
-    dk = wy.dk + r.b * k_rows + columns + m * r.q
-    db = wy.db + (r.k * k_rows).sum(-1)
-    # The stable grouping of section 8: no i = j pair, and k * dk1 as a sum over earlier rows, so that nothing cancels.
-    dg = wy.dg_rows + r.q * q_rows + r.k * (r.b * k_rows - columns)
-    earlier = wy.k_dk1.cumsum(-2) - wy.k_dk1
-    da = dg + sum_after(dg) + earlier + wy.dg_state
+    intra = intra_backward(r, c.scale * matmul(do, s.v_new.mT), wy.dA)
+    # The stable grouping of section 8: k * dk1 as a sum over earlier rows, so that it need not cancel.
+    dg = wy.dg_rows + intra.dg
+    da = dg + sum_after(dg) + sum_before(wy.k_dk1) + wy.dg_state
 
     def tokens(y: Tensor) -> Tensor:
         return layout.scatter(y, c.T)
 
-    def heads(dy: Tensor, x: Tensor, r: Tensor | None) -> Tensor:
+    def heads(dy: Tensor, x: Tensor, rnorm: Tensor | None) -> Tensor:
         dy = tokens(dy).unflatten(2, (c.H, c.HV // c.H)).sum(3)
-        return dy if r is None else transforms.l2norm_backward(dy, x.to(dy.dtype) * r, r)
+        return dy if rnorm is None else transforms.l2norm_backward(dy, x.to(dy.dtype) * rnorm, rnorm)
 
     dg_in, dA_log, ddt_bias = transforms.log_decay_backward(c, tokens(da))
     return ChunkKdaGrads(
-        dq=heads(dq, c.q, r.q_rnorm),
-        dk=heads(dk, c.k, r.k_rnorm),
+        dq=heads(wy.dq + intra.dq, c.q, r.q_rnorm),
+        dk=heads(wy.dk + intra.dk, c.k, r.k_rnorm),
         dv=tokens(wy.dv),
         dg=dg_in,
-        dbeta=transforms.write_strength_backward(c, tokens(db)),
+        dbeta=transforms.write_strength_backward(c, tokens(wy.db + intra.db)),
         dA_log=dA_log,
         ddt_bias=ddt_bias,
         dh0=None if c.initial_state is None else _given_layout(c, dh0),

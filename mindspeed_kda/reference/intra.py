@@ -22,10 +22,14 @@ from torch import Tensor
 from mindspeed_kda.reference.products import matmul
 
 
-def sum_after(a: Tensor) -> Tensor:
+def sum_before(x: Tensor) -> Tensor:
+    """Row i: sum of the rows in front of i (the first row is 0), along the second last axis."""
+    return torch.cat((torch.zeros_like(x[..., :1, :]), x[..., :-1, :].cumsum(-2)), -2)
+
+
+def sum_after(x: Tensor) -> Tensor:
     """Row i: sum of the rows behind i (the last row is 0), along the second last axis."""
-    behind = a.flip(-2).cumsum(-2).flip(-2)
-    return torch.cat((behind[..., 1:, :], torch.zeros_like(behind[..., :1, :])), -2)
+    return sum_before(x.flip(-2)).flip(-2)
 
 
 def _halves(x: Tensor, s: int) -> tuple[Tensor, Tensor]:
