@@ -71,3 +71,8 @@ TABLE: tuple[Variable, ...] = (
     ASCEND_TOOLKIT_HOME,
     TORCH_AUTOLOAD,
 )
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment with changes, for a process that it starts."""
+    return {**os.environ, **changes}
