@@ -25,6 +25,19 @@ TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *PLOT]
 setup(
     name="mindspeed_kda",
     version=VERSION,
+    description="Kimi Delta Attention that trains on Ascend NPUs, NVIDIA GPUs and CPUs behind one API",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["attention", "linear attention", "KDA", "Triton", "Ascend", "CUDA"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
     packages=packages,
     package_dir=package_dir,
     package_data={
@@ -34,17 +47,14 @@ setup(
     python_requires=">=3.10",
     install_requires=["torch>=2.7", "numpy>=1.26"],
     extras_require={
-        "npu": [
-            "torch==2.7.1; python_version<'3.12'",
-            "torch-npu==2.7.1; python_version<'3.12'",
-            "triton-ascend==3.2.0; python_version<'3.12'",
-            *ASCEND_UNDECLARED,
-        ],
+        # The one set that works together. No Python markers: its wheels end at 3.11, and a marker would make the extra
+        # install nothing, in silence, on a newer Python. Without it the resolver refuses and names the package.
+        "npu": ["torch==2.7.1", "torch-npu==2.7.1", "triton-ascend==3.2.0", *ASCEND_UNDECLARED],
         "cuda": ["torch>=2.8", "triton>=3.4; platform_system=='Linux'"],
-        "ascend-check": ["triton-ascend==3.2.0; python_version<'3.12'", "ascendnpu-ir==1.2.0", *ASCEND_UNDECLARED],
+        "ascend-check": ["triton-ascend==3.2.0", "ascendnpu-ir==1.2.0", *ASCEND_UNDECLARED],
         "cli": PLOT,
         "test": TEST,
-        "dev": [*TEST, "ruff==0.17.6", "mypy==2.4.1", "build>=1.2"],
+        "dev": [*TEST, "ruff==0.17.6", "mypy==2.4.1", "build>=1.2", "setuptools>=77", "packaging>=24"],
     },
     entry_points={"console_scripts": ["mindspeed-kda=mindspeed_kda.cli.main:main"]},
 )
