@@ -42,3 +42,52 @@ stamp_of() {
     { "$python" -c 'import sys; print(sys.version, sys.executable)'; pwd; cat setup.py pyproject.toml; echo "$@"; } |
         "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
 }
+
+# stage NAME COMMAND...: runs one step, says how it went, remembers a failure in `failed`.
+stage() {
+    local name=$1 began=$SECONDS
+    shift
+    echo "== $name"
+    if "$@"; then
+        echo "== $name: ok, $((SECONDS - began)) s"
+    else
+        echo "== $name: FAILED, $((SECONDS - began)) s"
+        failed+=("$name")
+    fi
+}
+
+# finish: the exit status of all stages together.
+finish() {
+    if ((${#failed[@]})); then
+        echo "failed: ${failed[*]}" >&2
+        exit 1
+    fi
+}
+
+# install_into PYTHON FOLDER: the package alone into FOLDER/site, from a copy, so that no build product stays in the tree.
+install_into() {
+    local python=$1 folder=$2
+    mkdir "$folder/source" &&
+        cp -r mindspeed_kda npu_kernels cuda_kernels setup.py pyproject.toml MANIFEST.in ./*.md LICENSE "$folder/source" &&
+        "$python" -m pip install --quiet --no-deps --no-index --no-build-isolation --target "$folder/site" "$folder/source"
+}
+
+# device_tests PYTHON FOLDER MARKER ARGUMENT...: the tests with this marker, against the package in FOLDER/site. Only files
+# that hold such tests are collected, since the others may import what a device machine lacks.
+device_tests() {
+    local python=$1 folder=$2 marker=$3 tests
+    shift 3
+    mapfile -t tests < <(grep -rlE "mark\.$marker\b" "$PWD/tests" --include='test_*.py')
+    if ((${#tests[@]} == 0)); then
+        echo "no test is marked $marker" >&2
+        return 1
+    fi
+    (root=$PWD && cd "$folder/site" &&
+        "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider -m "$marker" "$@" "${tests[@]}")
+}
+
+# figures PYTHON FOLDER OUT COMMAND DEVICE: one command of the package, its JSON kept as OUT/COMMAND_DEVICE.json.
+figures() {
+    local python=$1 folder=$2 out=$3 command=$4 device=$5
+    (cd "$folder/site" && "$python" -m mindspeed_kda "$command" --json >"$out/${command}_$device.json")
+}

@@ -36,24 +36,8 @@ esac
 
 export OMP_NUM_THREADS=1
 failed=()
-stage() {
-    local name=$1 began=$SECONDS
-    shift
-    echo "== $name"
-    if "$@"; then
-        echo "== $name: ok, $((SECONDS - began)) s"
-    else
-        echo "== $name: FAILED, $((SECONDS - began)) s"
-        failed+=("$name")
-    fi
-}
-
 stage "ruff format" "$VENV/bin/ruff" format --check .
 stage "ruff check" "$VENV/bin/ruff" check .
 stage "mypy" "$PY" -m mypy
 stage "pytest" "$PY" -m pytest -n 2 -m "not gpu and not npu"
-
-if ((${#failed[@]})); then
-    echo "failed: ${failed[*]}" >&2
-    exit 1
-fi
+finish

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# GPU tests and figures, on a machine that has its own torch, CUDA and pytest. Reaches no package index: the package is
+# installed without dependencies into a folder of its own, with a native library taken along if cuda_kernels/ holds one
+# and built with nvcc otherwise.
+# usage: ci/gpu.sh [pytest arguments]     PYTHON names the interpreter (python3), OUT the folder of the figures
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+. ci/lib.sh
+
+PY=${PYTHON:-python3}
+OUT=${OUT:-benchmarks/results}
+"$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    { echo "$0: needs a torch that sees a CUDA GPU; $PY has none (PYTHON names another interpreter)" >&2; exit 1; }
+"$PY" -c 'import pytest, setuptools' || { echo "$0: needs pytest and setuptools beside torch" >&2; exit 1; }
+
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+if compgen -G "cuda_kernels/*.so" >/dev/null; then build=0; else build=1; fi
+echo "== installing ($([ $build = 0 ] && echo with the library that is here || echo building the native library))"
+MINDSPEED_KDA_BUILD_CUDA=$build install_into "$PY" "$site" || { echo "$0: the installation failed" >&2; exit 1; }
+
+failed=()
+stage "tests" device_tests "$PY" "$site" gpu "$@"
+stage "verify" figures "$PY" "$site" "$OUT" verify cuda
+stage "bench" figures "$PY" "$site" "$OUT" bench cuda
+finish

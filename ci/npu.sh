@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# NPU tests and figures, for whoever has an Ascend NPU with CANN, torch, torch_npu and triton-ascend: the tests marked
+# npu, `verify`, and `bench` beside PyTorch eager on the NPU. Reaches no package index.
+# No author of this package had an NPU: this script has not been run on one.
+# usage: ci/npu.sh [pytest arguments]     PYTHON names the interpreter (python3), OUT the folder of the figures
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+. ci/lib.sh
+
+PY=${PYTHON:-python3}
+OUT=${OUT:-benchmarks/results}
+"$PY" -c 'import sys, torch, torch_npu; sys.exit(not torch.npu.is_available())' ||
+    { echo "$0: needs a torch and torch_npu that see an NPU; $PY has none (PYTHON names another interpreter)" >&2; exit 1; }
+"$PY" -c 'import pytest, setuptools' || { echo "$0: needs pytest and setuptools beside torch" >&2; exit 1; }
+
+mkdir -p "$OUT"
+OUT=$(cd "$OUT" && pwd)
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+echo "== installing"
+MINDSPEED_KDA_BUILD_CUDA=0 install_into "$PY" "$site" || { echo "$0: the installation failed" >&2; exit 1; }
+
+failed=()
+stage "doctor" figures "$PY" "$site" "$OUT" doctor npu
+stage "tests" device_tests "$PY" "$site" npu "$@"
+stage "verify" figures "$PY" "$site" "$OUT" verify npu
+stage "bench" figures "$PY" "$site" "$OUT" bench npu
+finish

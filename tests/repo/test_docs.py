@@ -1,0 +1,110 @@
+"""What the documents say holds: links, the README's example, the environment table, the op's page."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+from tree import ROOT, files, text
+
+import mindspeed_kda
+from mindspeed_kda import config
+from mindspeed_kda.contracts import wy_dqkg
+
+PAGES = [f for f in files() if f.suffix == ".md"]
+OP_PAGES = ["docs/chunk_kda_bwd_wy_dqkg_fused.md", "docs/zh/chunk_kda_bwd_wy_dqkg_fused.md"]
+
+
+def anchors(page):
+    """GitHub's anchors of a page's headings."""
+    heads = re.findall(r"^#+ +(.+)$", page, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=str)
+def test_relative_links_resolve(path):
+    page = text(path)
+    for target in re.findall(r"\]\(([^)\s]+)\)", page):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (ROOT / path).parent / name if name else ROOT / path
+        assert file.exists(), f"{path}: {target}"
+        assert file.resolve().is_relative_to(ROOT), f"{path}: {target} leaves the tree"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file.read_text(encoding="utf-8")), f"{path}: {target}"
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.M | re.S)
+
+
+def test_the_readmes_example_runs_and_is_ten_lines(capsys):
+    (code,) = blocks(text("README.md"), "python")
+    lines = [line for line in code.splitlines() if line.strip() and not line.startswith(("import", "from"))]
+    assert len(lines) <= 10
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_readme_opens_with_the_two_commands():
+    page = text("README.md")
+    shell = blocks(page, "sh")[0]
+    assert "./ci/demo.sh" in shell
+    assert "./ci/test.sh" in shell
+    assert page.index("./ci/demo.sh") < page.index("```python")
+
+
+def test_named_scripts_and_modules_exist():
+    """Every committed script that a document tells to run."""
+    for path in PAGES:
+        for name in re.findall(r"(?:\./)?((?:ci|benchmarks|tests|docs)/[\w/]+\.(?:sh|py|md|json|csv|png))", text(path)):
+            assert (ROOT / name).exists(), f"{path}: {name}"
+
+
+def test_environment_table_is_that_of_config():
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", text("docs/environment.md"), flags=re.M)
+    assert rows == [(v.name, v.meaning) for v in config.TABLE]
+
+
+def test_no_variable_is_missing_from_the_table():
+    variables = {v.name for v in vars(config).values() if isinstance(v, config.Variable)}
+    assert variables == {v.name for v in config.TABLE}
+
+
+@pytest.mark.parametrize("path", OP_PAGES)
+class TestOpPage:
+    def test_signature(self, path):
+        """The signature on the page is the function's, parameter by parameter."""
+        code = next(c for c in blocks(text(path), "python") if "def chunk_kda_bwd_wy_dqkg_fused(" in c)
+        scope = {}
+        exec("from __future__ import annotations\nfrom mindspeed_kda import WyDqkgGrads\n" + code, scope)
+        page = inspect.signature(scope["chunk_kda_bwd_wy_dqkg_fused"])
+        real = inspect.signature(mindspeed_kda.chunk_kda_bwd_wy_dqkg_fused)
+        assert [(p.name, p.kind, p.default) for p in page.parameters.values()] == [
+            (p.name, p.kind, p.default) for p in real.parameters.values()
+        ]
+
+    def test_every_argument_and_output_has_a_row(self, path):
+        rows = re.findall(r"^\| `?(\w+)`?", text(path), flags=re.M)
+        arguments = list(inspect.signature(mindspeed_kda.chunk_kda_bwd_wy_dqkg_fused).parameters)
+        assert set(arguments) <= set(rows)
+        assert set(wy_dqkg.WyDqkgGrads._fields) <= set(rows)
+
+    def test_example_runs(self, path):
+        """At a small size; the page's own is the training shape."""
+        code = next(c for c in blocks(text(path), "python") if "torch.randn" in c)
+        small = code.replace("1, 2048, 32, 128, 128, 64", "1, 40, 2, 8, 8, 16").replace('"npu"', '"cpu"')
+        assert small != code
+        scope = {}
+        exec(compile(small, path, "exec"), scope)
+        assert scope["dq"].shape == (1, 40, 2, 8)
+
+    def test_stages_are_those_of_the_plan(self, path):
+        stages = {f.stem for f in files() if f.parts[:2] == ("npu_kernels", "wy_dqkg")} & {
+            "main", "dv2_db", "dk_dg_db", "dA_pre", "dA_post_right", "dA_post_left",
+        }  # fmt: skip
+        assert len(stages) == 6
+        for stage in stages:
+            assert f"{stage}.py" in text(path), stage
