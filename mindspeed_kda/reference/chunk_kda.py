@@ -36,7 +36,7 @@ LOG2E = 1.0 / math.log(2.0)
 
 
 class Rows(NamedTuple):
-    """The inputs after their transforms, on chunks, per value head."""
+    """The inputs after their transforms, on chunks, per value head; x and beta are g and beta as given."""
 
     q: Tensor
     k: Tensor
@@ -46,7 +46,9 @@ class Rows(NamedTuple):
     decay: Tensor  # 2^g
     to_end: Tensor  # 2^(g_L - g)
     decay_last: Tensor  # 2^(g_L), [B, NT, HV, 1, K]
-    q_rnorm: Tensor | None  # [B, T, H, 1], with qk_l2norm
+    x: Tensor
+    beta: Tensor  # [B, NT, HV, BT]
+    q_rnorm: Tensor | None  # [B, NT, H, BT, 1], with qk_l2norm
     k_rnorm: Tensor | None
 
 
@@ -85,23 +87,29 @@ def _layout(c: ChunkKdaCall) -> tuple[ChunkLayout, Tensor | None]:
 def _rows(c: ChunkKdaCall, layout: ChunkLayout) -> Rows:
     compute, group = wide(c.dtype), c.HV // c.H
 
-    def heads(x: Tensor) -> tuple[Tensor, Tensor | None]:
-        x = x.to(compute)
+    def rows(x: Tensor) -> Tensor:
+        return layout.gather(x).to(compute)
+
+    def heads(given: Tensor) -> tuple[Tensor, Tensor | None]:
+        x = rows(given)
         r = transforms.inverse_norm(x) if c.qk_l2norm else None
-        return layout.gather(x if r is None else x * r).repeat_interleave(group, dim=2), r
+        return (x if r is None else x * r).repeat_interleave(group, dim=2), r
 
     (q, q_rnorm), (k, k_rnorm) = heads(c.q), heads(c.k)
-    a = layout.gather(transforms.log_decay(c, compute)) * LOG2E
+    x, beta, valid = rows(c.g), rows(c.beta), layout.valid.view(1, c.NT, 1, c.BT)
+    a = torch.where(valid.unsqueeze(-1), transforms.log_decay(c, x) * LOG2E, 0.0)
     g = a.cumsum(-2)
     return Rows(
         q=q,
         k=k,
-        v=layout.gather(c.v).to(compute),
-        b=layout.gather(transforms.write_strength(c, compute)).unsqueeze(-1),
+        v=rows(c.v),
+        b=torch.where(valid, transforms.write_strength(c, beta), 0.0).unsqueeze(-1),
         a=a,
         decay=torch.exp2(g),
         to_end=torch.exp2(sum_after(a)),
         decay_last=torch.exp2(g[..., -1:, :]),
+        x=x,
+        beta=beta,
         q_rnorm=q_rnorm,
         k_rnorm=k_rnorm,
     )
@@ -181,7 +189,7 @@ def forward(call: ChunkKdaCall) -> tuple[Tensor, Tensor | None, tuple[Tensor, ..
     )
 
 
-def _before_wy(c: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> BeforeWy:
+def before_wy(c: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> BeforeWy:
     """The forward recomputed or read from ``saved``, and stages B1 (dv) and B2."""
     layout, sequence = _layout(c)
     r = _rows(c, layout)
@@ -218,18 +226,27 @@ def op_inputs(call: ChunkKdaCall, do: Tensor, dht: Tensor | None = None) -> dict
 
     q and k per query/key head, g in log2; h and dh [B, NT, HV, K, V] with the call's NT, K before V.
     """
-    x = _before_wy(call, (), do, dht)
+    x = before_wy(call, (), do, dht)
     r, s = x.rows, x.states
-    rows = {"v": r.v, "v_new": s.v_new, "g": r.a.cumsum(-2), "beta": r.b.squeeze(-1), "A": s.A, "do": x.do, "dv": x.dv}
     group = call.HV // call.H
-    rows |= {"q": r.q[:, :, ::group], "k": r.k[:, :, ::group]}
+    rows = {
+        "q": r.q[:, :, ::group],
+        "k": r.k[:, :, ::group],
+        "v": r.v,
+        "v_new": s.v_new,
+        "g": r.a.cumsum(-2),
+        "beta": r.b.squeeze(-1),
+        "A": s.A,
+        "do": x.do,
+        "dv": x.dv,
+    }
     return {name: x.layout.scatter(t, call.T) for name, t in rows.items()} | {"h": s.h, "dh": x.dh}
 
 
 @without_autocast
 def backward(call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> ChunkKdaGrads:
     c = call
-    layout, r, s, do, dh, dv, dh0 = _before_wy(c, saved, do, dht)
+    layout, r, s, do, dh, dv, dh0 = before_wy(c, saved, do, dht)
     wy = wy_chunks(
         q=r.q, k=r.k, v=r.v, v_new=s.v_new, b=r.b, A=s.A, h=s.h, do=do, dh=dh, dv=dv,
         decay=r.decay, to_end=r.to_end, decay_last=r.decay_last, scale=c.scale,
@@ -238,21 +255,23 @@ def backward(call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Ten
     # The stable grouping of section 8: k * dk1 as a sum over earlier rows, so that it need not cancel.
     dg = wy.dg_rows + intra.dg
     da = dg + sum_after(dg) + sum_before(wy.k_dk1) + wy.dg_state
+    da.masked_fill_(~layout.valid.view(1, c.NT, 1, c.BT, 1), 0.0)  # rows behind the last one see its sums
 
     def tokens(y: Tensor) -> Tensor:
         return layout.scatter(y, c.T)
 
-    def heads(dy: Tensor, x: Tensor, rnorm: Tensor | None) -> Tensor:
-        dy = tokens(dy).unflatten(2, (c.H, c.HV // c.H)).sum(3)
-        return dy if rnorm is None else transforms.l2norm_backward(dy, x.to(dy.dtype) * rnorm, rnorm)
+    def heads(dy: Tensor, y: Tensor, rnorm: Tensor | None) -> Tensor:
+        group = c.HV // c.H
+        dy = dy.unflatten(2, (c.H, group)).sum(3)
+        return tokens(dy if rnorm is None else transforms.l2norm_backward(dy, y[:, :, ::group], rnorm))
 
-    dg_in, dA_log, ddt_bias = transforms.log_decay_backward(c, tokens(da))
+    dx, dA_log, ddt_bias = transforms.log_decay_backward(c, r.x, da)
     return ChunkKdaGrads(
-        dq=heads(wy.dq + intra.dq, c.q, r.q_rnorm),
-        dk=heads(wy.dk + intra.dk, c.k, r.k_rnorm),
+        dq=heads(wy.dq + intra.dq, r.q, r.q_rnorm),
+        dk=heads(wy.dk + intra.dk, r.k, r.k_rnorm),
         dv=tokens(wy.dv),
-        dg=dg_in,
-        dbeta=transforms.write_strength_backward(c, tokens(wy.db + intra.db)),
+        dg=tokens(dx),
+        dbeta=tokens(transforms.write_strength_backward(c, r.beta, wy.db + intra.db)),
         dA_log=dA_log,
         ddt_bias=ddt_bias,
         dh0=None if c.initial_state is None else _given_layout(c, dh0),

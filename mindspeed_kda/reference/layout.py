@@ -24,10 +24,15 @@ class ChunkLayout:
     dense: bool
 
     def gather(self, x: Tensor) -> Tensor:
-        """[B, T, H, ...] -> [B, NT, H, BT, ...]; padding rows are exactly 0, whatever the memory there holds."""
+        """[B, T, H, ...] -> [B, NT, H, BT, ...]; padding rows are exactly 0, whatever the memory there holds.
+
+        Always contiguous, so that products over it are the same to the last bit whatever x's strides were.
+        """
+        if x.shape[1] == 0:
+            return x.new_zeros((x.shape[0], self.index.shape[0], x.shape[2], self.index.shape[1], *x.shape[3:]))
         rows = x[:, self.index.flatten()].unflatten(1, self.index.shape)
-        mask = self.valid.view(1, *self.valid.shape, *([1] * (x.dim() - 2)))
-        return torch.where(mask, rows, torch.zeros((), dtype=x.dtype, device=x.device)).transpose(2, 3)
+        rows.masked_fill_(~self.valid.view(*self.valid.shape, *([1] * (x.dim() - 2))), 0.0)
+        return rows.transpose(2, 3).contiguous()
 
     def scatter(self, y: Tensor, tokens: int) -> Tensor:
         """[B, NT, H, BT, ...] -> [B, T, H, ...]; tokens of no sequence are exactly 0."""

@@ -28,11 +28,14 @@ C = TypeVar("C", bound=_OnDevice)
 
 def float32_is_exact(device: torch.device) -> bool:
     """Whether a float32 ``@`` on this device is a float32 product under the settings of now."""
-    if torch.get_float32_matmul_precision() != "highest":
-        return False
-    if device.type == "cuda":
-        return not torch.backends.cuda.matmul.allow_tf32
-    return True
+    if device.type not in ("cpu", "cuda"):
+        return True  # torch's settings reach no other device
+    # torch 2.9 gave each backend a setting of its own and made the older, common one raise where the two are mixed.
+    of_device = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    precision = getattr(getattr(of_device, "matmul", None), "fp32_precision", None)
+    if precision is None:
+        return torch.get_float32_matmul_precision() == "highest"
+    return precision in ("none", "ieee")
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def wy_dqkg(call: WyDqkgCall) -> WyDqkgGrads:
         return layout.gather(x).to(compute)
 
     def state(x: Tensor) -> Tensor:
-        return (x.mT if c.state_v_first else x).to(compute)
+        return (x.mT if c.state_v_first else x).to(compute).contiguous()
 
     g = rows(c.g)
     valid = layout.valid.view(1, c.NT, 1, c.BT, 1)
