@@ -34,7 +34,7 @@ def chunk_indices(cu_seqlens: Tensor, chunk_size: int, num_chunks: int) -> Tenso
     than the sequences need, the surplus rows name chunks past the end of the last sequence, which hold no row.
     """
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    counts = torch.div(lengths + (chunk_size - 1), chunk_size, rounding_mode="floor")
+    counts = torch.div(lengths - 1, chunk_size, rounding_mode="floor") + 1  # ceil that cannot pass int32's end
     ends = counts.cumsum(0)
     i_chunk = torch.arange(num_chunks, device=cu_seqlens.device, dtype=ends.dtype)
     last = max(cu_seqlens.shape[0] - 2, 0)

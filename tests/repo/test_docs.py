@@ -11,6 +11,8 @@ from tree import ROOT, files, text
 import mindspeed_kda
 from mindspeed_kda import config
 from mindspeed_kda.contracts import wy_dqkg
+from mindspeed_kda.registry import REGISTRY
+from mindspeed_kda.testing.inputs import wy_inputs
 
 PAGES = [f for f in files() if f.suffix == ".md"]
 OP_PAGES = ["docs/chunk_kda_bwd_wy_dqkg_fused.md", "docs/zh/chunk_kda_bwd_wy_dqkg_fused.md"]
@@ -54,6 +56,18 @@ def test_the_readme_opens_with_the_two_commands():
     assert "./ci/demo.sh" in shell
     assert "./ci/test.sh" in shell
     assert page.index("./ci/demo.sh") < page.index("```python")
+
+
+def test_the_backend_of_the_contributing_page_registers():
+    (code,) = blocks(text("CONTRIBUTING.md"), "python")
+    try:
+        exec(compile(code, "CONTRIBUTING.md", "exec"), {})
+        kwargs = wy_inputs(T=16, K=8, V=8, BT=16)
+        assert mindspeed_kda.chunk_kda_bwd_wy_dqkg_fused(**kwargs, backend="mine").dq.shape == (1, 16, 2, 8)
+        with pytest.raises(RuntimeError, match="q: expected K up to 128, got 130"):
+            mindspeed_kda.chunk_kda_bwd_wy_dqkg_fused(**wy_inputs(T=16, K=130, V=8, BT=16), backend="mine")
+    finally:
+        REGISTRY.unregister(wy_dqkg.OP, "mine")
 
 
 def test_named_scripts_and_modules_exist():
