@@ -87,9 +87,15 @@ def wy_chunks(
     )
 
 
-@without_autocast
 def wy_dqkg(call: WyDqkgCall) -> WyDqkgGrads:
-    c, compute, group = call, wide(call.dtype), call.HV // call.H
+    return wy_dqkg_in(call, wide(call.dtype))
+
+
+@without_autocast
+def wy_dqkg_in(call: WyDqkgCall, compute: torch.dtype) -> WyDqkgGrads:
+    """The same with every tensor and product in ``compute``, decays alone in g's dtype; outputs in ``compute``, dv in
+    the main dtype. With the main dtype this is what plain PyTorch gives, the measure of Ascend's dual benchmark."""
+    c, group = call, call.HV // call.H
     layout = chunk_layout(c.T, c.BT, c.NT, c.device, c.cu_seqlens, c.chunk_indices)
 
     def rows(x: Tensor) -> Tensor:
@@ -98,7 +104,7 @@ def wy_dqkg(call: WyDqkgCall) -> WyDqkgGrads:
     def state(x: Tensor) -> Tensor:
         return (x.mT if c.state_v_first else x).to(compute).contiguous()
 
-    g = rows(c.g)
+    g = layout.gather(c.g)
     valid = layout.valid.view(1, c.NT, 1, c.BT, 1)
     is_last = (torch.arange(c.BT, device=c.device) == layout.last[:, None]).view(1, c.NT, 1, c.BT, 1) & valid
     g_last = torch.where(is_last, g, 0.0).sum(-2, keepdim=True)
@@ -113,9 +119,9 @@ def wy_dqkg(call: WyDqkgCall) -> WyDqkgGrads:
         do=rows(c.do),
         dh=state(c.dh),
         dv=rows(c.dv),
-        decay=torch.exp2(g),
-        to_end=torch.exp2(torch.where(valid, g_last - g, 0.0)),
-        decay_last=torch.exp2(g_last),
+        decay=torch.exp2(g).to(compute),
+        to_end=torch.exp2(torch.where(valid, g_last - g, 0.0)).to(compute),
+        decay_last=torch.exp2(g_last).to(compute),
         scale=c.scale,
     )
     dg_last = out.dg_state + out.k_dk1.sum(-2, keepdim=True)

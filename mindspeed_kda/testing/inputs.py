@@ -1,4 +1,4 @@
-"""Inputs of the op for tests and benchmarks. Random ones here; ones captured from a training step in ``capture``."""
+"""Random inputs of the public functions, for tests and benchmarks; ones of a real training step are in ``capture``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_kda import chunks
+from mindspeed_kda.contracts.chunk_kda import LOWER_BOUND, PREGATED
 from mindspeed_kda.reference.layout import chunk_layout
 
 LOG2E = 1.4426950408889634
@@ -87,6 +88,87 @@ def wy_inputs(
     if cu is not None:
         out["cu_seqlens"] = cu.to(device)
     return out
+
+
+def kda_inputs(
+    B: int = 1,
+    T: int = 128,
+    H: int = 2,
+    K: int = 64,
+    V: int = 64,
+    BT: int = 64,
+    *,
+    HV: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    g_dtype: torch.dtype | None = None,
+    beta_dtype: torch.dtype | None = None,
+    lengths: list[int] | None = None,
+    cu_dtype: torch.dtype = torch.int32,
+    state_v_first: bool = False,
+    decay: float | None = None,
+    gate: str = PREGATED,
+    lower_bound: float = -5.0,
+    dt_bias: bool = True,
+    qk_l2norm: bool = False,
+    beta_sigmoid: bool = False,
+    allow_neg_eigval: bool = False,
+    initial_state: bool = False,
+    output_final_state: bool = False,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> tuple[dict[str, object], Tensor, Tensor | None]:
+    """Keyword arguments of one ``chunk_kda`` call, do, and dht (None without output_final_state).
+
+    Drawn on the CPU in float64 and rounded to each dtype. ``gate`` is a value of ``contracts.chunk_kda``; with PREGATED
+    ``decay`` is the natural-log decay per token (None: logsigmoid of a normal draw), else it is not used. ``g_dtype``
+    and ``beta_dtype`` are the main dtype unless given.
+    """
+    HV = H if HV is None else HV
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    gen = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen, dtype=torch.float64)
+
+    cu = None if lengths is None else cu_seqlens_of(lengths, dtype=cu_dtype)
+    N = B if cu is None else cu.shape[0] - 1
+    state = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+    q, k = randn(B, T, H, K), randn(B, T, H, K)
+    if not qk_l2norm:
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    g, beta = randn(B, T, HV, K), randn(B, T, HV)
+    if gate == PREGATED:
+        g = F.logsigmoid(g) if decay is None else decay * (1 - 0.1 * g.sigmoid())
+    if not beta_sigmoid:
+        beta = beta.sigmoid()
+    out: dict[str, object] = {
+        "q": q.to(dtype),
+        "k": k.to(dtype),
+        "v": randn(B, T, HV, V).to(dtype),
+        "g": g.to(g_dtype or dtype),
+        "beta": beta.to(beta_dtype or dtype),
+    }
+    do, dht = randn(B, T, HV, V).to(dtype), randn(*state).to(wide) if output_final_state else None
+    if gate != PREGATED:
+        out["A_log"] = torch.empty(HV, dtype=torch.float64).uniform_(1, 16, generator=gen).log().to(wide)
+        if dt_bias:
+            out["dt_bias"] = (randn(HV, K) * 0.5 - 2).to(wide)
+    if initial_state:
+        out["initial_state"] = (randn(*state) * 0.3).to(wide)
+    if cu is not None:
+        out["cu_seqlens"] = cu
+    out = {name: t.to(device) for name, t in out.items() if isinstance(t, Tensor)}
+    out |= {
+        "output_final_state": output_final_state,
+        "use_qk_l2norm_in_kernel": qk_l2norm,
+        "use_gate_in_kernel": gate != PREGATED,
+        "use_beta_sigmoid_in_kernel": beta_sigmoid,
+        "allow_neg_eigval": allow_neg_eigval,
+        "lower_bound": lower_bound if gate == LOWER_BOUND else None,
+        "state_v_first": state_v_first,
+        "chunk_size": BT,
+    }
+    return out, do.to(device), None if dht is None else dht.to(device)
 
 
 def to_float64(kwargs: dict[str, object]) -> dict[str, object]:

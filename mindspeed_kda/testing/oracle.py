@@ -85,7 +85,7 @@ def judge(inputs: dict[str, Any], do: Tensor, dht: Tensor | None = None) -> dict
 
 def gradients(fn: Any, inputs: dict[str, Any], do: Tensor, dht: Tensor | None = None) -> dict[str, Tensor]:
     """The same of any function of ``chunk_kda``'s signature, in the inputs' own dtypes."""
-    leaves = {n: inputs[n].detach().clone().requires_grad_() for n in DIFFERENTIABLE if inputs.get(n) is not None}
+    leaves = {n: inputs[n].detach().requires_grad_() for n in DIFFERENTIABLE if inputs.get(n) is not None}
     o, final = fn(**{**inputs, **leaves})
     outs, gs = [o], [do.to(o.dtype)]
     if dht is not None:
