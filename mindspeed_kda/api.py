@@ -12,8 +12,14 @@ from mindspeed_kda.contracts import wy_dqkg
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgGrads
 from mindspeed_kda.registry import REGISTRY, current_request
 
-_traced_request = torch.compiler.assume_constant_result(current_request)
-"""While ``torch.compile`` traces: the request becomes a constant of the graph, one for forward and backward."""
+
+def _traced_request(argument: str | None) -> str | None:
+    """While ``torch.compile`` traces: the request becomes a constant of the graph, one for forward and backward."""
+    return current_request(argument)
+
+
+# This is all that torch.compiler.assume_constant_result does; calling it would import torch._dynamo, and that triton.
+_traced_request._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def chunk_kda_bwd_wy_dqkg_fused(
@@ -172,8 +178,7 @@ def chunk_kda(
     )
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
-    if transpose_state_layout:
-        state_v_first = True
+    state_v_first = state_v_first or transpose_state_layout
     if torch.compiler.is_compiling():
         o, final_state, _ = ops.chunk_kda_fwd(
             *inputs, cu_seqlens,

@@ -22,6 +22,10 @@ class Variable:
         """The current value; an empty variable counts as unset."""
         return os.environ.get(self.name) or self.default
 
+    def set(self, value: str) -> None:
+        """Sets the variable for this process and those that it starts."""
+        os.environ[self.name] = value
+
     def flag(self) -> bool | None:
         """The value as yes / no, or None where it is unset. Raises ValueError on anything else."""
         text = self.read().strip().lower()

@@ -62,6 +62,10 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=1, sort_keys=False, default=str))
 
 
+def write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
+
+
 def note(text: str) -> None:
     """A line of progress: to standard error, so that standard output holds results alone."""
     print(text, file=sys.stderr, flush=True)
@@ -99,16 +103,32 @@ def figure(width: float, height: float) -> tuple[Any, Any]:
     return pyplot.subplots(figsize=(width, height), layout="constrained")
 
 
-def dtypes(text: str) -> list[torch.dtype]:
+def dtypes(text: str, option: str = "--dtype") -> list[torch.dtype]:
     """``fp16,bf16`` to dtypes."""
     names = [t.strip() for t in text.split(",") if t.strip()]
     unknown = [n for n in names if n not in DTYPES]
     if unknown or not names:
-        raise UsageError(f"--dtype: expected one or more of {', '.join(DTYPES)}, got {text!r}")
+        raise UsageError(f"{option}: expected one or more of {', '.join(DTYPES)}, got {text!r}")
     return [DTYPES[n] for n in names]
 
 
-def backends(op: str, text: str | None) -> list[str]:
+def integers(option: str, text: str, least: int = 1) -> list[int]:
+    """``16,32,64`` to numbers."""
+    parts = [t.strip() for t in text.split(",")]
+    if not all(p.isdigit() and int(p) >= least for p in parts):
+        raise UsageError(f"{option}: expected numbers from {least}, separated by commas, got {text!r}")
+    return [int(p) for p in parts]
+
+
+def shape(option: str, text: str, form: str) -> list[int]:
+    """``1x2048x32x128x128`` to sizes; ``form`` names them."""
+    parts = text.lower().split("x")
+    if len(parts) != form.count("x") + 1 or not all(p.isdigit() and int(p) > 0 for p in parts):
+        raise UsageError(f"{option}: expected {form} with numbers from 1, got {text!r}")
+    return [int(p) for p in parts]
+
+
+def backends(op: str, text: str | None, option: str = "--backend") -> list[str]:
     """``torch,triton`` to names registered for the op; None means all of them."""
     known = REGISTRY.of(op)
     if text is None:
@@ -116,7 +136,7 @@ def backends(op: str, text: str | None) -> list[str]:
     names = [t.strip() for t in text.split(",") if t.strip()]
     unknown = [n for n in names if n not in known]
     if unknown or not names:
-        raise UsageError(f"--backend: expected one or more of {', '.join(known)}, got {text!r}")
+        raise UsageError(f"{option}: expected one or more of {', '.join(known)}, got {text!r}")
     return names
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from mindspeed_kda.cli import environment
 from mindspeed_kda.cli.common import DTYPE_NAMES, add_command, devices, print_json, table
-from mindspeed_kda.contracts import wy_dqkg
 from mindspeed_kda.registry import REGISTRY, Backend
-from mindspeed_kda.testing.inputs import to_float64, wy_inputs
-from mindspeed_kda.testing.metrics import measure
+from mindspeed_kda.testing.judge import SUBJECTS, to_device
 
 EXAMPLES = """\
   mindspeed-kda doctor           one line per op, backend and device: yes, or the reason why not
@@ -33,38 +30,22 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--run", action="store_true", help="run a small call on each backend that says yes")
 
 
-def _wy_call(device: torch.device, dtype: torch.dtype) -> tuple[Any, Callable[[Any], list[str]]]:
-    kwargs = wy_inputs(B=1, T=80, H=1, K=64, V=64, BT=64, dtype=dtype, device=device)
-
-    def check(result: Any) -> list[str]:
-        judge = REGISTRY.of(wy_dqkg.OP)["torch"].load()
-        ref = judge(wy_dqkg.check(**to_float64(kwargs)))  # type: ignore[arg-type]
-        misses = []
-        for name, got, want in zip(ref._fields, result, ref, strict=True):
-            misses += [f"{name}: {m}" for m in measure(got, want, dtype).misses(dtype)]
-        return misses
-
-    return wy_dqkg.check(**kwargs), check  # type: ignore[arg-type]
-
-
-PROBES = {wy_dqkg.OP: _wy_call}
-"""By op: a small call on a device, and its check against float64."""
-
-
 def ask(backend: Backend, device: torch.device, run: bool) -> dict[str, object]:
     """One row: whether this backend runs on this device. Whatever the backend raises is the answer, not our failure."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     row: dict[str, object] = {"op": backend.op, "backend": backend.name, "device": str(device)}
     try:
         reason = backend.available()
-        if reason is None and backend.op in PROBES:
+        subject = SUBJECTS.get(backend.op)
+        if reason is None and subject is not None:
             row["dtype"] = DTYPE_NAMES[dtype]
-            call, check = PROBES[backend.op](device, dtype)
-            reason = backend.supports(call)
+            call = to_device(subject.probe(dtype), device)
+            reason = subject.why_not(backend, call)
             if reason is None:
-                fn = backend.load()
-                if run:
-                    row["misses"] = check(fn(call))
+                backend.load()
+            if reason is None and run:
+                verdicts = subject.verdicts(call, subject.run(call, backend.name))
+                row["misses"] = [f"{v.output}: {miss}" for v in verdicts for miss in v.misses]
     except Exception as error:
         text = str(error).strip().splitlines()
         reason = f"{type(error).__name__}: {text[0] if text else 'no message'}"

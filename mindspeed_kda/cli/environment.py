@@ -69,12 +69,12 @@ def installed(module: str) -> bool:
 
 def try_import(module: str) -> Imported:
     """Imports ``module`` in a new process with this one's path."""
-    code = f"import {module} as m; print('version:', getattr(m, '__version__', 'unknown'))"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        f"import {module} as m; print('version:', getattr(m, '__version__', 'unknown'))"
+    )
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT, env=env
-        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT)
     except subprocess.TimeoutExpired:
         return Imported(None, f"import {module} did not end within {IMPORT_TIMEOUT:.0f} s")
     found = re.search(r"^version: (.*)$", done.stdout, re.MULTILINE)
