@@ -178,7 +178,8 @@ def chunk_kda(
     )
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs)
-    state_v_first = state_v_first or transpose_state_layout
+    if transpose_state_layout:
+        state_v_first = True
     if torch.compiler.is_compiling():
         o, final_state, _ = ops.chunk_kda_fwd(
             *inputs, cu_seqlens,

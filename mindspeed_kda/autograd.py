@@ -35,7 +35,8 @@ class ChunkKda(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor | None, dht: Tensor | None) -> tuple[Any, ...]:
-        tensors, saved = ctx.saved_tensors[: ctx.num_inputs], ctx.saved_tensors[ctx.num_inputs :]
+        kept = ctx.saved_tensors  # read once: checkpointing hands each tensor out a single time
+        tensors, saved = kept[: ctx.num_inputs], kept[ctx.num_inputs :]
         call = ctx.call.with_tensors(tensors)
         grads = run_backward(call, ctx.impl, saved, do, dht)
         needed = ctx.needs_input_grad[2:]

@@ -117,7 +117,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, do: Tensor | None, dht: Tensor | None, _saved: Any) -> tuple[Any, ...]:
-    tensors, saved = ctx.saved_tensors[:_NUM_TENSORS], ctx.saved_tensors[_NUM_TENSORS:]
+    kept = ctx.saved_tensors  # read once: checkpointing hands each tensor out a single time
+    tensors, saved = kept[:_NUM_TENSORS], kept[_NUM_TENSORS:]
     if not ctx.options[OPTION_NAMES.index("output_final_state")]:
         dht = None
     grads = iter(chunk_kda_bwd(do, dht, list(saved), *tensors, *ctx.options))
