@@ -3,7 +3,7 @@
 Importing this package imports torch and nothing heavier.
 """
 
-from mindspeed_kda.api import chunk_kda, chunk_kda_bwd_wy_dqkg_fused
+from mindspeed_kda.api import chunk_kda, chunk_kda_bwd_wy_dqkg_fused, fused_recurrent_kda
 from mindspeed_kda.backends import register_builtin
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgGrads
 from mindspeed_kda.registry import REGISTRY, Backend, register_backend, use_backend
@@ -16,6 +16,7 @@ __all__ = [
     "__version__",
     "chunk_kda",
     "chunk_kda_bwd_wy_dqkg_fused",
+    "fused_recurrent_kda",
     "register_backend",
     "use_backend",
 ]

@@ -8,6 +8,7 @@ from torch import Tensor
 from mindspeed_kda import ops
 from mindspeed_kda.autograd import ChunkKda
 from mindspeed_kda.contracts import chunk_kda as kda
+from mindspeed_kda.contracts import fused_recurrent_kda as recurrent
 from mindspeed_kda.contracts import wy_dqkg
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgGrads
 from mindspeed_kda.registry import REGISTRY, current_request
@@ -211,3 +212,53 @@ def chunk_kda(
     if not call.needs_grad:
         return impl.forward(call)[:2]
     return ChunkKda.apply(call, impl, *call.tensors)
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``chunk_kda`` token by token, for generation: ``(o, final_state or None)``, without gradients.
+
+    Shapes, dtypes, flags and results are those of ``chunk_kda``; the order of the arguments is
+    flash-linear-attention's. A sequence may be fed in pieces: pass the final state of one call as the initial state of
+    the next. The cost grows with T, so ``chunk_kda`` serves prompts.
+
+    Inputs are never written. Raises what ``chunk_kda`` raises, and RuntimeError where a gradient would be wanted (a
+    tensor that requires one, outside ``torch.no_grad``). Formulas: docs/kda_math.md, sections 2 and 3.
+    """
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    call = recurrent.check(
+        q, k, v, g, beta,
+        scale=scale,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=allow_neg_eigval,
+        lower_bound=lower_bound,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        needs_grad=torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs),
+    )  # fmt: skip
+    return REGISTRY.choose(recurrent.OP, call, call.device.type, backend).load()(call)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_kda.contracts import chunk_kda, wy_dqkg
+from mindspeed_kda.contracts import chunk_kda, fused_recurrent_kda, wy_dqkg
 from mindspeed_kda.registry import ANY_DEVICE, Backend, Registry
 
 NAME = "torch"
@@ -22,6 +22,16 @@ def _load_chunk_kda() -> Any:
     return run
 
 
+def _load_fused_recurrent_kda() -> Any:
+    from mindspeed_kda.reference.fused_recurrent_kda import fused_recurrent_kda as run
+
+    return run
+
+
 def register(registry: Registry) -> None:
-    for op, load in ((wy_dqkg.OP, _load_wy_dqkg), (chunk_kda.OP, _load_chunk_kda)):
+    for op, load in (
+        (wy_dqkg.OP, _load_wy_dqkg),
+        (chunk_kda.OP, _load_chunk_kda),
+        (fused_recurrent_kda.OP, _load_fused_recurrent_kda),
+    ):
         registry.register(Backend(op, NAME, supports=lambda call: None, load=load, priority={ANY_DEVICE: 0}))
