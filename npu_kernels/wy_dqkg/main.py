@@ -5,7 +5,8 @@ Formula, per chunk of C rows (L the last) and value head; E = 2^, b_* on K colum
     dq  = scale * E^g * (do h^T)             dk1 = E^(g_L - g) * (v_new dh^T)          dw = -(dv h^T)
     dg  = q * dq - k * dk1,   on row L also   E^(g_L) * sum_v h * dh + sum_rows k * dk1
 
-Both copies of k * dk1 in dg are one fp32 value, so that they cancel on row L. dk gets dk1; stage 3 adds to dk and dg.
+On row L the two copies of its own k * dk1 cancel and are left out of both: rounded, they would bury the rest of dg
+under strong decay. The other rows' copies are one fp32 value. dk gets dk1; stage 3 adds to dk and dg.
 
 Grid: persistent, 1-D. Task (chunk, value head, K block): a program owns the [BT, BK] tile of dq, dk, dg and dw.
 Tile: BT x BK x BV from tiling.py. Each of the four sums over V has a loop of its own: Ascend950's compiler merges
@@ -75,7 +76,8 @@ def chunk_kda_bwd_kernel_wy_dqkg_fused(
         # masked before exp2: a padding row has no g, and g_L - 0 may be large where g is no cumsum
         b_dk *= tl.exp2(tl.where(m_t, b_last[None, :] - b_g, 0.0))
         store_tile(dk + at_k, b_dk, HV * K, n_rows, n_k, BT, BK)
-        b_kdk = b_k * b_dk
+        # row L holds - k * dk1 and + k * dk1 of its own: left out, since under strong decay they dwarf what remains
+        b_kdk = tl.where((o_t == last)[:, None], 0.0, b_k * b_dk)
         b_dg -= b_kdk
         b_row = tl.sum(b_kdk, 0)  # [BK]
 
