@@ -25,7 +25,7 @@ def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     while left:
         first, second = min(left, key=lambda pair: (names.index(pair[0][0]), names.index(pair[1][0]), pair))
         chosen = dict((first, second))
-        for name in sorted(set(names) - set(chosen), key=lambda n: -len(axes[n])):
+        for name in sorted((n for n in names if n not in chosen), key=lambda n: -len(axes[n])):
 
             def gain(i: int, name: str = name, chosen: dict[str, int] = chosen) -> tuple[int, int, int]:
                 return (sum(_pair(names, name, i, o, j) in left for o, j in chosen.items()), -used[name, i], -i)
