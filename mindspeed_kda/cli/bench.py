@@ -16,6 +16,8 @@ EXAMPLES = """\
   mindspeed-kda bench                                    a shape that suits this machine, every backend that runs here
   mindspeed-kda bench --shapes 1x2048x32x128x128,1x8192x32x128x128 --dtype fp16,bf16 --out bench_out
   mindspeed-kda bench --backends cuda,torch --peer fla   beside flash-linear-attention's Triton kernel
+  mindspeed-kda bench --op chunk_kda --shapes 1x8192x32x128x128 --dtype bf16
+                                                         the whole layer, forward and backward
   mindspeed-kda bench --json > bench.json
 
 Each result is compared with float64 before it is timed; a wrong result has no figure. Inputs are random and not zero.
@@ -31,7 +33,9 @@ def add_parser(subparsers: Any) -> None:
     parser = add_command(
         subparsers, "bench", "Times the op over shapes and backends; checks each result first.", EXAMPLES
     )
-    parser.add_argument("--op", choices=benchmark.OPS, default="wy_dqkg", help="default %(default)s")
+    parser.add_argument(
+        "--op", choices=benchmark.OPS, default="wy_dqkg", help="wy_dqkg, the fused op (default), or the layer"
+    )
     parser.add_argument("--shapes", metavar="BxTxHxKxV,...", help="default: one that suits the device")
     parser.add_argument("--value-heads", type=int, metavar="HV", help="a multiple of H; default: H")
     parser.add_argument("--chunk", type=int, choices=(16, 32, 64), default=64, help="default %(default)s")
@@ -51,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--seconds: expected more than 0, got {args.seconds}")
     shapes = (args.shapes or ("1x512x4x128x128" if on_cpu else "1x2048x32x128x128,1x8192x32x128x128")).split(",")
     dtypes = common.dtypes(args.dtype or ("fp32" if on_cpu else "fp16,bf16"))
-    op = benchmark.OPS[args.op]
-    names = common.backends(op, args.backends, "--backends")
+    names = common.backends(benchmark.OPS[args.op].op, args.backends, "--backends")
     out = None
     if args.out is not None:
         common.need_plots()
@@ -63,12 +66,11 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--peer: {args.peer} cannot run here: {reason}")
     cases = []
     for text in shapes:
-        B, T, H, K, V = common.shape("--shapes", text, "BxTxHxKxV")
-        HV = H if args.value_heads is None else args.value_heads
-        if HV < 1 or HV % H:
-            raise UsageError(f"--value-heads: expected a multiple of H = {H}, got {HV}")
+        B, T, H, HV, K, V = common.sizes("--shapes", text, args.value_heads)
         for dtype in dtypes:
-            cases.append(Case(op, B, T, H, HV, K, V, args.chunk, dtype, None if args.state_dtype == "fp32" else dtype))
+            cases.append(
+                Case(args.op, B, T, H, HV, K, V, args.chunk, dtype, None if args.state_dtype == "fp32" else dtype)
+            )
 
     with progress("bench") as report:
         result = benchmark.measure_all(
@@ -125,6 +127,6 @@ def draw(result: benchmark.Result, path: Path) -> None:
         bars = axes.bar(places, [m.of_copy for m in own], width, label=backend)
         axes.bar_label(bars, [f"{m.timing.median * 1e6:.0f} us" for m in own if m.timing], fontsize=7)
     axes.set_xticks(range(len(cases)), cases, fontsize=7)
-    axes.set(ylabel="bytes a second, share of copy speed", title=f"{result.op}\n{result.device}")
+    axes.set(ylabel="bytes a second, share of copy speed", title=f"{result.what}\n{result.device}")
     axes.legend()
     figure.savefig(path, dpi=150)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_kda.contracts import checks
 from mindspeed_kda.registry import REGISTRY
 
 DTYPES = {
@@ -84,15 +85,11 @@ def folder(path: str) -> Path:
     return out
 
 
-def need_plots() -> None:
-    """Raises UsageError where no PNG can be written; called before the work whose plot it is."""
+def need_plots() -> Any:
+    """matplotlib's ``pyplot`` on the file-only canvas. Raises UsageError where it is absent or broken; commands call it
+    before the work whose plot it is."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("a PNG needs matplotlib, which is not installed: pip install 'mindspeed_kda[cli]'")
-
-
-def figure(width: float, height: float) -> tuple[Any, Any]:
-    """A figure and its axes on the file-only canvas. Raises UsageError where matplotlib is absent or broken."""
-    need_plots()
     try:
         import matplotlib
 
@@ -100,7 +97,12 @@ def figure(width: float, height: float) -> tuple[Any, Any]:
         from matplotlib import pyplot
     except (ImportError, OSError) as error:
         raise UsageError(f"a PNG needs matplotlib, which cannot be imported: {error}") from error
-    return pyplot.subplots(figsize=(width, height), layout="constrained")
+    return pyplot
+
+
+def figure(width: float, height: float) -> tuple[Any, Any]:
+    """A figure and its axes."""
+    return need_plots().subplots(figsize=(width, height), layout="constrained")
 
 
 def dtypes(text: str, option: str = "--dtype") -> list[torch.dtype]:
@@ -120,12 +122,19 @@ def integers(option: str, text: str, least: int = 1) -> list[int]:
     return [int(p) for p in parts]
 
 
-def shape(option: str, text: str, form: str) -> list[int]:
-    """``1x2048x32x128x128`` to sizes; ``form`` names them."""
-    parts = text.lower().split("x")
-    if len(parts) != form.count("x") + 1 or not all(p.isdigit() and int(p) > 0 for p in parts):
-        raise UsageError(f"{option}: expected {form} with numbers from 1, got {text!r}")
-    return [int(p) for p in parts]
+def sizes(option: str, text: str, value_heads: int | None) -> tuple[int, int, int, int, int, int]:
+    """``1x2048x32x128x128`` and ``--value-heads`` to B, T, H, HV, K, V."""
+    parts = text.strip().lower().split("x")
+    if len(parts) != 5 or not all(p.isdigit() and int(p) > 0 for p in parts):
+        raise UsageError(f"{option}: expected BxTxHxKxV with numbers from 1, got {text!r}")
+    B, T, H, K, V = map(int, parts)
+    for axis, size in (("K", K), ("V", V)):
+        if size > checks.MAX_HEAD_SIZE:
+            raise UsageError(f"{option}: expected {axis} from 1 to {checks.MAX_HEAD_SIZE}, got {size}")
+    HV = H if value_heads is None else value_heads
+    if HV < 1 or HV % H:
+        raise UsageError(f"--value-heads: expected a multiple of H = {H}, got {HV}")
+    return B, T, H, HV, K, V
 
 
 def backends(op: str, text: str | None, option: str = "--backend") -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ EXAMPLES = """\
   mindspeed-kda demo --text book.txt --minutes 10 --out book
   mindspeed-kda demo --zero-kda             the same model without KDA: it sees one byte at a time
   mindspeed-kda demo --compare              both, in one PNG
+  mindspeed-kda demo --model small --dtype fp32 --beside cpu/loss.json
+                                            on a GPU: the curve of a CPU run in the same PNG
   mindspeed-kda demo --steps 20 --json      a short run, for programs
 
 Training ends after --steps or --minutes, whichever comes first. The loss is in nats a byte; the held-out loss is that
@@ -35,8 +38,12 @@ of the last tenth of the text, which is never trained on. Writes loss.png and lo
 exit code: 0; 1 if a backend misses a limit on the trained layers' inputs; 2 wrong usage or input."""
 SAMPLE_BYTES = 200
 PROMPT_BYTES = 64
-ACCELERATED = {"width": 256, "heads": 4, "value_heads": 4, "key_size": 128, "value_size": 128, "chunk_size": 64}
-"""On an NPU or a GPU: the head size and chunk that native kernels are made for."""
+MODELS: dict[str, dict[str, int]] = {
+    "small": {},
+    "large": {"width": 256, "heads": 4, "value_heads": 4, "key_size": 128, "value_size": 128, "chunk_size": 64},
+}
+"""What differs from ``Config``. small: trained in minutes on two CPU cores; large: head size and chunk that the kernels
+for NPUs and GPUs are tuned for."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -53,10 +60,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--minutes", type=float, default=3.0, help="ends training sooner (default %(default)s)")
     parser.add_argument("--backend", help="backend of the training; default: the best that can run it")
     parser.add_argument("--device", help="cpu, cuda or npu; default: the best present")
+    parser.add_argument("--model", choices=MODELS, help="default: small on a CPU, large otherwise")
+    parser.add_argument("--dtype", help="of q, k, v inside the op: fp32, fp16, bf16; default: fp32 on a CPU, else bf16")
     parser.add_argument("--seed", type=int, default=0, help="weights, batches and sample (default %(default)s)")
     variant = parser.add_mutually_exclusive_group()
     variant.add_argument("--zero-kda", action="store_true", help="train with the KDA output zeroed, for comparison")
     variant.add_argument("--compare", action="store_true", help="train with and without KDA, both curves in the PNG")
+    parser.add_argument("--beside", metavar="FILE", help="loss.json of another run, drawn in the same PNG")
     parser.add_argument("--out", metavar="DIR", default="out", help="folder of loss.png and loss.json (default out)")
     parser.add_argument("--no-plot", action="store_true", help="write no PNG (no matplotlib needed)")
 
@@ -73,8 +83,9 @@ def run(args: argparse.Namespace) -> int:
     read = load_text(args.text, plan.length)
     device = common.device(args.device)
     checking.allow_interpreter(device)
-    config = model_config(device, args.backend)
+    config = model_config(device, args.model, args.dtype, args.backend)
     backend = chosen_backend(config, device)
+    beside = None if args.beside is None else load_report(args.beside)
     out = common.folder(args.out)
 
     bigram = text.bigram_entropy(torch.cat((read.train, read.held_out)))
@@ -96,7 +107,9 @@ def run(args: argparse.Namespace) -> int:
         model = trained if not zero else model
     report["checks"] = [] if model is None else check_layers(model, read, device)
     report["seconds"] = time.perf_counter() - began
-    write(report, out, plot=not args.no_plot)
+    common.write_json(out / "loss.json", report)
+    if not args.no_plot:
+        draw(report, beside, out / "loss.png")
     if args.json:
         common.print_json(report)
     else:
@@ -111,20 +124,24 @@ def load_text(path: str | None, length: int) -> text.Text:
     except OSError as error:
         raise UsageError(f"--text: cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise UsageError(f"--text: {path} is too short: {error}") from error
+        raise UsageError(f"--text: {path or 'the documentation'} is too short: {error}") from error
     except ModuleNotFoundError as error:
         raise UsageError("--text: this Python ships no documentation (pydoc_data.topics); name a file") from error
 
 
-def model_config(device: torch.device, backend: str | None) -> Config:
-    if device.type == "cpu":
-        return Config(backend=backend)
-    return Config(**ACCELERATED, main=torch.bfloat16, backend=backend)  # type: ignore[arg-type]
+def model_config(device: torch.device, model: str | None, dtype: str | None, backend: str | None) -> Config:
+    on_cpu = device.type == "cpu"
+    main = common.dtypes(dtype or ("fp32" if on_cpu else "bf16"))
+    if len(main) != 1 or main[0] == torch.float64:
+        raise UsageError(f"--dtype: expected one of fp32, fp16, bf16, got {dtype!r}")
+    return Config(**MODELS[model or ("small" if on_cpu else "large")], main=main[0], backend=backend)  # type: ignore[arg-type]
 
 
 def chosen_backend(config: Config, device: torch.device) -> str:
     """The backend that training will run on; UsageError where the one asked for is unknown or cannot."""
     c, T = config, 2 * config.chunk_size
+    if c.backend is not None:
+        common.backends(chunk_kda.OP, c.backend)
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.zeros(1, T, *shape, dtype=c.main, device=device)
@@ -133,7 +150,7 @@ def chosen_backend(config: Config, device: torch.device) -> str:
     call = chunk_kda.check(q, q, v, empty(c.value_heads, c.key_size), empty(c.value_heads), chunk_size=c.chunk_size)
     try:
         return REGISTRY.choose(chunk_kda.OP, call, device.type, c.backend).name
-    except (ValueError, RuntimeError) as error:
+    except RuntimeError as error:
         raise UsageError(f"--backend: {error}") from error
 
 
@@ -175,35 +192,41 @@ def check_layers(model: ByteModel, read: text.Text, device: torch.device) -> lis
     return rows
 
 
-def write(report: dict[str, Any], out: Path, *, plot: bool) -> None:
-    common.write_json(out / "loss.json", report)
-    if plot:
-        draw(report, out / "loss.png")
+def load_report(path: str) -> dict[str, Any]:
+    """The loss.json of another run; UsageError where it cannot be read or is something else."""
+    try:
+        report: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        for entry in report["runs"]:
+            _ = entry["losses"], entry["held_out"], entry["zero_kda"], report["device"], report["backend"]
+    except OSError as error:
+        raise UsageError(f"--beside: cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--beside: expected the loss.json of a demo, got {path}") from error
+    return report
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
+def draw(report: dict[str, Any], beside: dict[str, Any] | None, path: Path) -> None:
     """Training loss of each run, smoothed over a fiftieth of it, its held-out loss, and the text's bigram entropy."""
     figure, axes = common.figure(7.0, 4.2)
-    for i, entry in enumerate(report["runs"]):
+    reports = [report] if beside is None else [report, beside]
+    for color, (of, entry) in enumerate((r, e) for r in reports for e in r["runs"]):
         losses = torch.tensor(entry["losses"], dtype=torch.float64)
         width = max(1, len(losses) // 50)
         smooth = torch.nn.functional.avg_pool1d(losses.view(1, 1, -1), width, 1).flatten()
-        label = "KDA output zeroed" if entry["zero_kda"] else "KDA"
-        axes.plot(losses, color=f"C{i}", alpha=0.2, linewidth=0.8)
-        axes.plot(range(width, len(losses) + 1), smooth, color=f"C{i}", label=f"{label}: training")
-        axes.plot(
-            len(losses), entry["held_out"], "o", color=f"C{i}", label=f"{label}: held out {entry['held_out']:.3f}"
-        )
+        name = "KDA output zeroed" if entry["zero_kda"] else "KDA"
+        if beside is not None:
+            name += f", {of['backend']} on {of['device'].split(',')[0]}"
+        axes.plot(losses, color=f"C{color}", alpha=0.2, linewidth=0.8)
+        axes.plot(range(width - 1, len(losses)), smooth, color=f"C{color}", label=f"{name}: training")
+        label = f"{name}: held out {entry['held_out']:.3f}"
+        axes.plot(len(losses), entry["held_out"], "o", color=f"C{color}", label=label)
+    entropy = report["text"]["bigram_entropy"]
     axes.axhline(
-        report["text"]["bigram_entropy"],
-        color="gray",
-        linestyle="--",
-        linewidth=0.8,
-        label="bigram entropy of the text",
+        entropy, color="gray", linestyle="--", linewidth=0.8, label=f"bigram entropy of the text {entropy:.3f}"
     )
     axes.set(xlabel="step", ylabel="loss (nats a byte)", title=Path(report["text"]["source"]).name)
     axes.set_ylim(0, 4.5)
-    axes.legend()
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
 
 

@@ -56,7 +56,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    B, T, H, K, V = common.shape("--shape", args.shape, "BxTxHxKxV")
+    B, T, H, HV, K, V = common.sizes("--shape", args.shape, args.value_heads)
     chunk_sizes = common.integers("--chunk", args.chunk)
     if not set(chunk_sizes) <= set(CHUNK_SIZES):
         raise UsageError(f"--chunk: expected any of {', '.join(map(str, CHUNK_SIZES))}, got {args.chunk!r}")
@@ -70,10 +70,7 @@ def run(args: argparse.Namespace) -> int:
     names = common.backends(subject.op, args.backend)
     device = common.device(args.device)
     checking.allow_interpreter(device)
-    config = Config(
-        heads=H, value_heads=H if args.value_heads is None else args.value_heads, key_size=K, value_size=V,
-        width=128, chunk_size=chunk_sizes[0],
-    )  # fmt: skip
+    config = Config(heads=H, value_heads=HV, key_size=K, value_size=V, chunk_size=chunk_sizes[0])
     demo.chosen_backend(config, device)
     read = demo.load_text(args.text, T)
 

@@ -12,23 +12,26 @@ from typing import Any
 
 import torch
 
-from mindspeed_kda.contracts import wy_dqkg
+from mindspeed_kda.contracts import chunk_kda, wy_dqkg
+from mindspeed_kda.contracts.chunk_kda import LOWER_BOUND
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgGrads
 from mindspeed_kda.registry import REGISTRY
 from mindspeed_kda.testing.inputs import wy_inputs
-from mindspeed_kda.testing.judge import SUBJECTS, Call, Results, to_device
+from mindspeed_kda.testing.judge import FORWARD, SUBJECTS, Call, Results, to_device
+from mindspeed_kda.testing.kda_inputs import kda_inputs
 from mindspeed_kda.testing.timing import Timing, copy_speed, device_name, median_time
 
-OPS = {"wy_dqkg": wy_dqkg.OP}
+OPS = {"wy_dqkg": SUBJECTS[wy_dqkg.OP], "chunk_kda": SUBJECTS[chunk_kda.OP], "chunk_kda_fwd": FORWARD}
+"""What can be timed: the fused op; the whole layer forward and backward; its forward alone."""
 EAGER = "torch"
 """The backend that ``times_eager`` compares with."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and dtypes of one call; ``state_dtype`` None means float32."""
+    """Sizes and dtypes of one call of ``what``, a key of OPS; ``state_dtype`` None means float32."""
 
-    op: str
+    what: str
     B: int
     T: int
     H: int
@@ -51,10 +54,18 @@ class Case:
         return main if self.state_dtype is None else f"{main}, states too"
 
     def inputs(self, seed: int = 0) -> Call:
-        return wy_inputs(
-            self.B, self.T, self.H, self.K, self.V, self.BT, HV=self.HV, dtype=self.dtype,
-            state_dtype=self.state_dtype, lengths=None if self.lengths is None else list(self.lengths), seed=seed,
+        sizes = (self.B, self.T, self.H, self.K, self.V, self.BT)
+        lengths = None if self.lengths is None else list(self.lengths)
+        if OPS[self.what].op == wy_dqkg.OP:
+            return wy_inputs(
+                *sizes, HV=self.HV, dtype=self.dtype, state_dtype=self.state_dtype, lengths=lengths, seed=seed
+            )
+        # as training calls the layer: gate, q/k norm and sigmoid inside, the lower-bounded gate at -5, no states
+        drawn = kda_inputs(
+            *sizes, HV=self.HV, dtype=self.dtype, gate=LOWER_BOUND, wide_beta_and_g=False, states=False,
+            lengths=lengths, seed=seed, safe_gate=True,
         )  # fmt: skip
+        return {**drawn.arguments, "do": drawn.do}
 
 
 @dataclass(frozen=True)
@@ -104,7 +115,7 @@ class Measurement:
 class Result:
     """All measurements on one device. ``cannot``: why a backend that was required cannot run, or None."""
 
-    op: str
+    what: str
     device: str
     torch: str
     copy_speed: float
@@ -113,7 +124,7 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "op": self.op,
+            "what": self.what,
             "device": self.device,
             "torch": self.torch,
             "copy_bytes_per_second": self.copy_speed,
@@ -123,10 +134,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another library's function for the same op: why it cannot run on a device, and a callable for one call."""
+    """Another library's function: why it cannot run on a device, and by key of OPS a callable for one call."""
 
     why_not: Callable[[torch.device], str | None]
-    bind: Callable[[Call], Callable[[], Results]]
+    bind: dict[str, Callable[[Call], Callable[[], Results]]]
 
 
 def _fla_why_not(device: torch.device) -> str | None:
@@ -137,19 +148,51 @@ def _fla_why_not(device: torch.device) -> str | None:
     return None
 
 
-def _fla(call: Call) -> Callable[[], Results]:
+def _fla_wy(call: Call) -> Callable[[], Results]:
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd_wy_dqkg_fused
 
     arguments = {n: v for n, v in call.items() if n != "state_v_first"}
     arguments["scale"] = call["q"].shape[-1] ** -0.5
+    return lambda: dict(zip(WyDqkgGrads._fields, chunk_kda_bwd_wy_dqkg_fused(**arguments), strict=True))
+
+
+def _fla_arguments(call: Call) -> Call:
+    """Its names are ours, but for the chunk size, which it fixes, and the names of flags at their defaults."""
+    left_out = ("do", "chunk_size", "state_v_first", "allow_neg_eigval")
+    return {**{n: v for n, v in call.items() if n not in left_out}, "output_final_state": True}
+
+
+def _fla_forward(call: Call) -> Callable[[], Results]:
+    from fla.ops.kda import chunk_kda as layer
+
+    arguments = _fla_arguments(call)
 
     def run() -> Results:
-        return dict(zip(WyDqkgGrads._fields, chunk_kda_bwd_wy_dqkg_fused(**arguments), strict=True))
+        with torch.no_grad():
+            return dict(zip(("o", "final_state"), layer(**arguments), strict=True))
 
     return run
 
 
-PEERS = {"fla": Peer(_fla_why_not, _fla)}
+def _fla_training(call: Call) -> Callable[[], Results]:
+    from fla.ops.kda import chunk_kda as layer
+
+    arguments, leaves = _fla_arguments(call), {}
+    for name, gradient in zip(chunk_kda.ChunkKdaTensors._fields, chunk_kda.ChunkKdaGrads._fields, strict=False):
+        if name in arguments:
+            arguments[name] = leaves[gradient] = arguments[name].detach().clone().requires_grad_()
+
+    def run() -> Results:
+        o, final_state = layer(**arguments)
+        found = torch.autograd.grad(o, list(leaves.values()), call["do"])
+        return {"o": o.detach(), "final_state": final_state, **dict(zip(leaves, found, strict=True))}
+
+    return run
+
+
+PEERS = {
+    "fla": Peer(_fla_why_not, {"wy_dqkg": _fla_wy, "chunk_kda": _fla_training, "chunk_kda_fwd": _fla_forward}),
+}
 
 
 def measure_all(
@@ -172,18 +215,18 @@ def measure_all(
     rows: list[Measurement] = []
     total = len(cases) * (len(names) + (peer is not None))
     for case in cases:
-        subject = SUBJECTS[case.op]
+        subject = OPS[case.what]
         call = to_device(case.inputs(), device)
         reference = subject.float64(call)
-        nbytes = wy_dqkg.bytes_moved(subject.check(call))
+        nbytes = subject.nbytes(subject.check(call))
         runs: list[tuple[str, Callable[[], Results] | None, str | None]] = []
         for name in names:
-            reason = subject.why_not(REGISTRY.of(case.op)[name], call)
+            reason = subject.why_not(REGISTRY.of(subject.op)[name], call)
             if reason is not None and required:
-                return Result(case.op, device_name(device), torch.__version__, roof, rows, f"{name}: {reason}")
-            runs.append((name, None if reason else _bound(case.op, call, name), reason))
+                return Result(case.what, device_name(device), torch.__version__, roof, rows, f"{name}: {reason}")
+            runs.append((name, None if reason else subject.bind(call, name), reason))
         if peer is not None:
-            runs.append((peer, PEERS[peer].bind(call), None))
+            runs.append((peer, PEERS[peer].bind[case.what](call), None))
         eager: float | None = None
         for name, fn, reason in runs:
             report(len(rows) / total, f"{case.label} {case.dtype_name} {name}")
@@ -197,8 +240,4 @@ def measure_all(
                 row = Measurement(case, name, nbytes, roof, timing, misses, None, eager)
             rows.append(row)
     report(1.0, "done")
-    return Result(cases[0].op if cases else "", device_name(device), torch.__version__, roof, rows)
-
-
-def _bound(op: str, call: Call, backend: str) -> Callable[[], Results]:
-    return lambda: SUBJECTS[op].run(call, backend)
+    return Result(cases[0].what if cases else "", device_name(device), torch.__version__, roof, rows)

@@ -6,6 +6,7 @@ the reference in float64, which tests hold against a token recurrence.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,10 @@ from torch import Tensor
 
 import mindspeed_kda
 from mindspeed_kda.contracts import chunk_kda, wy_dqkg
+from mindspeed_kda.contracts.chunk_kda import SOFTPLUS
 from mindspeed_kda.registry import Backend
 from mindspeed_kda.testing.inputs import to_float64, valid_elements, wy_inputs
+from mindspeed_kda.testing.kda_inputs import kda_inputs
 from mindspeed_kda.testing.metrics import RMS_LIMIT, Errors, measure
 
 Call = dict[str, Any]
@@ -40,17 +43,21 @@ class Verdict:
 class Subject:
     """How a public op is judged. A call is the op's keyword arguments (for ``chunk_kda`` with do and dht added).
 
-    ``check`` makes the contract's call of it, for predicates; ``run`` returns every output by name; ``valid`` masks
-    structural zeros out; ``limit`` is the RMS ratio allowed for an output in a main dtype; ``probe`` makes a small
-    random call.
+    ``check`` makes the contract's call of it, for predicates; ``bind`` returns a function that runs it on a backend and
+    returns every output by name; ``valid`` masks structural zeros out; ``limit`` is the RMS ratio allowed for an output
+    in a main dtype; ``nbytes`` counts each input and output once; ``probe`` makes a small random call.
     """
 
     op: str
     check: Callable[[Call], Any]
-    run: Callable[[Call, str], Results]
+    bind: Callable[[Call, str], Callable[[], Results]]
     valid: Callable[[str, Tensor, Call], Tensor | None]
     limit: Callable[[str, torch.dtype], float]
+    nbytes: Callable[[Any], int]
     probe: Callable[[torch.dtype], Call]
+
+    def run(self, call: Call, backend: str) -> Results:
+        return self.bind(call, backend)()
 
     def why_not(self, backend: Backend, call: Call) -> str | None:
         """None, or why this backend cannot run this call here."""
@@ -83,8 +90,8 @@ def to_device(call: Call, device: torch.device) -> Call:
     return {n: t.to(device) if isinstance(t, Tensor) else t for n, t in call.items()}
 
 
-def _run_wy(call: Call, backend: str) -> Results:
-    return mindspeed_kda.chunk_kda_bwd_wy_dqkg_fused(**call, backend=backend)._asdict()
+def _bind_wy(call: Call, backend: str) -> Callable[[], Results]:
+    return lambda: mindspeed_kda.chunk_kda_bwd_wy_dqkg_fused(**call, backend=backend)._asdict()
 
 
 KDA_LIMIT = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
@@ -97,53 +104,79 @@ def _kda_limit(name: str, dtype: torch.dtype) -> float:
     return GATE_PARAMETER_LIMIT if name in GATE_PARAMETERS and dtype.itemsize == 2 else KDA_LIMIT[dtype]
 
 
-def _check_kda(call: Call) -> Any:
-    return chunk_kda.check(**{n: v for n, v in call.items() if n not in ("do", "dht")})
+def _arguments(call: Call) -> Call:
+    return {**{n: v for n, v in call.items() if n not in ("do", "dht")}, "output_final_state": True}
 
 
-def _run_kda(call: Call, backend: str) -> Results:
-    arguments = {n: v for n, v in call.items() if n not in ("do", "dht")}
-    leaves = {}
+def _bind_forward(call: Call, backend: str) -> Callable[[], Results]:
+    arguments = _arguments(call)
+
+    def run() -> Results:
+        with torch.no_grad():
+            o, final_state = mindspeed_kda.chunk_kda(**arguments, backend=backend)
+        assert final_state is not None
+        return {"o": o, "final_state": final_state}
+
+    return run
+
+
+def _bind_training(call: Call, backend: str) -> Callable[[], Results]:
+    arguments, leaves = _arguments(call), {}
     for name, gradient in zip(chunk_kda.ChunkKdaTensors._fields, chunk_kda.ChunkKdaGrads._fields, strict=False):
         if arguments.get(name) is not None:
             arguments[name] = leaves[gradient] = arguments[name].detach().clone().requires_grad_()
-    arguments["output_final_state"] = True
-    with torch.enable_grad():
-        o, final_state = mindspeed_kda.chunk_kda(**arguments, backend=backend)
-        assert final_state is not None
-        outputs, gradients = [o], [call["do"]]
-        if call.get("dht") is not None:
-            outputs, gradients = [o, final_state], [call["do"], call["dht"]]
-        found = torch.autograd.grad(outputs, list(leaves.values()), gradients)
-    return {"o": o.detach(), "final_state": final_state.detach(), **dict(zip(leaves, found, strict=True))}
+    do, dht = call["do"], call.get("dht")
+
+    def run() -> Results:
+        with torch.enable_grad():
+            o, final_state = mindspeed_kda.chunk_kda(**arguments, backend=backend)
+            assert final_state is not None
+            outputs, gradients = ([o], [do]) if dht is None else ([o, final_state], [do, dht])
+            found = torch.autograd.grad(outputs, list(leaves.values()), gradients)
+        return {"o": o.detach(), "final_state": final_state.detach(), **dict(zip(leaves, found, strict=True))}
+
+    return run
+
+
+def _valid_kda(name: str, reference: Tensor, call: Call) -> Tensor | None:
+    """Tokens of a sequence, for the outputs that have tokens."""
+    cu_seqlens, tokens = call.get("cu_seqlens"), call["q"].shape[1]
+    if cu_seqlens is None or reference.dim() < 3 or reference.shape[:2] != (1, tokens):
+        return None
+    inside = torch.arange(tokens, device=reference.device) < int(cu_seqlens[-1])
+    return inside.view(1, tokens, *([1] * (reference.dim() - 2)))
 
 
 def _probe_kda(dtype: torch.dtype) -> Call:
-    gen = torch.Generator().manual_seed(0)
-    q, k, v, g, do = (torch.randn(1, 80, 1, 64, generator=gen).to(dtype) for _ in range(5))
-    return {
-        "q": q, "k": k, "v": v, "g": g, "beta": torch.randn(1, 80, 1, generator=gen).to(dtype), "do": do,
-        "A_log": torch.zeros(1), "dt_bias": torch.zeros(1, 64), "use_gate_in_kernel": True,
-        "use_qk_l2norm_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
-    }  # fmt: skip
+    drawn = kda_inputs(B=1, T=80, H=1, K=64, V=64, BT=64, gate=SOFTPLUS, dtype=dtype)
+    return {**drawn.arguments, "do": drawn.do, "dht": drawn.dht}
 
 
+FORWARD = Subject(
+    chunk_kda.OP,
+    check=lambda call: chunk_kda.check(**_arguments(call), needs_grad=False),
+    bind=_bind_forward,
+    valid=_valid_kda,
+    limit=_kda_limit,
+    nbytes=lambda checked: chunk_kda.bytes_moved(checked)[0],
+    probe=_probe_kda,
+)
+"""``chunk_kda`` without a backward."""
 SUBJECTS = {
     wy_dqkg.OP: Subject(
         wy_dqkg.OP,
         check=lambda call: wy_dqkg.check(**call),
-        run=_run_wy,
+        bind=_bind_wy,
         valid=valid_elements,
         limit=lambda name, dtype: RMS_LIMIT[dtype],
+        nbytes=wy_dqkg.bytes_moved,
         probe=lambda dtype: wy_inputs(B=1, T=80, H=1, K=64, V=64, BT=64, dtype=dtype),
     ),
-    chunk_kda.OP: Subject(
-        chunk_kda.OP,
-        check=_check_kda,
-        run=_run_kda,
-        valid=lambda name, reference, call: None,
-        limit=_kda_limit,
-        probe=_probe_kda,
+    chunk_kda.OP: dataclasses.replace(
+        FORWARD,
+        check=lambda call: chunk_kda.check(**_arguments(call)),
+        bind=_bind_training,
+        nbytes=lambda checked: sum(chunk_kda.bytes_moved(checked)),
     ),
 }
-"""By op. An op without a subject is listed by ``doctor`` and not judged."""
+"""By op, ``chunk_kda`` forward and backward. An op without a subject is listed by ``doctor`` and not judged."""

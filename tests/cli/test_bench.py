@@ -1,0 +1,74 @@
+"""``bench``: a figure only for a checked result, and the ratios that it shows."""
+
+import json
+
+import pytest
+import torch
+
+from mindspeed_kda.cli.main import main
+from mindspeed_kda.testing import benchmark
+from mindspeed_kda.testing.benchmark import Case
+from mindspeed_kda.testing.timing import Timing
+
+SMALL = ["bench", "--device", "cpu", "--shapes", "1x32x1x16x8", "--chunk", "16", "--seconds", "0.01"]
+
+
+@pytest.fixture(autouse=True)
+def _roof(monkeypatch):
+    monkeypatch.setattr(benchmark, "copy_speed", lambda device: 1e9)
+
+
+def test_figures_and_files(tmp_path, capsys):
+    assert main([*SMALL, "--backends", "torch", "--out", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (row,) = report["rows"]
+    assert row["bytes"] == 4 * 32 * (3 * 16 + 4 * 8 + 1 + 16) + 2 * 4 * 2 * 16 * 8 + 4 * 32 * (3 * 16 + 8 + 1 + 16)
+    assert row["bytes_per_second"] == pytest.approx(row["bytes"] / row["seconds"]["median"])
+    assert row["of_copy"] == pytest.approx(row["bytes_per_second"] / 1e9)
+    assert row["times_eager"] == 1.0
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "bench.json").read_text()) == report
+
+
+def test_never_a_figure_for_a_wrong_result(capsys, wrong_backend):
+    assert main(SMALL) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (wrong,) = [line for line in lines if " wrong " in line]
+    assert "WRONG: db: RMS ratio" in wrong
+    assert wrong.split("WRONG")[0].split()[4] == "-"
+    assert any(" torch " in line and line.endswith("checked") for line in lines)
+    assert any(line.startswith("not run: triton in float32: ") for line in lines)
+
+
+def test_wrong_results_are_not_timed(monkeypatch, wrong_backend):
+    timed = []
+
+    def record(fn, device, **options):
+        timed.append(fn()["db"].sum().item())
+        return Timing(1.0, 1.0, 1.0, 1)
+
+    monkeypatch.setattr(benchmark, "median_time", record)
+    case = Case("wy_dqkg", 1, 32, 1, 1, 16, 8, 16, torch.float32)
+    result = benchmark.measure_all([case], ["wrong", "torch"], torch.device("cpu"))
+    assert [m.backend for m in result.rows] == ["torch", "wrong"], "eager first"
+    assert len(timed) == 1
+    assert result.rows[1].timing is None
+
+
+@pytest.mark.parametrize("what", ["chunk_kda", "chunk_kda_fwd"])
+def test_the_whole_layer(what, capsys):
+    assert main([*SMALL, "--op", what, "--backends", "torch", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["seconds"]["median"] > 0
+
+
+def test_inputs_are_not_zero():
+    for what in benchmark.OPS:
+        call = Case(what, 1, 32, 1, 1, 16, 8, 16, torch.float32).inputs()
+        for name, t in call.items():
+            if isinstance(t, torch.Tensor):
+                assert t.ne(0).any(), name
+
+
+def test_a_peer_that_cannot_run_says_why():
+    assert "the device is cpu" in benchmark.PEERS["fla"].why_not(torch.device("cpu"))
