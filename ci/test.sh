@@ -40,4 +40,5 @@ stage "ruff format" "$VENV/bin/ruff" format --check .
 stage "ruff check" "$VENV/bin/ruff" check .
 stage "mypy" "$PY" -m mypy
 stage "pytest" "$PY" -m pytest -n 2 -m "not gpu and not npu"
+stage "ascend-check" "$PY" -m mindspeed_kda ascend-check
 finish

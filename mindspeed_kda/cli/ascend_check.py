@@ -53,22 +53,22 @@ def run(args: argparse.Namespace) -> int:
     dtypes = [DTYPES[name] for name in _names("--dtype", args.dtype, list(DTYPES))]
     out = folder(args.write) if args.write else None
     pairs = [(config, target) for config in matrix.full_matrix() if config.dtype in dtypes for target in targets]
-    if not args.full:
-        pairs = matrix.stratum(pairs)
     rows = _plan(pairs, args.stage)
+    if not args.full:
+        rows = matrix.stratum(rows)
     started = time.perf_counter()
     with _progress(rows) as step:
         matrix.walk(rows, args.jobs or os.cpu_count() or 1, step)
     versions = toolchain.versions()
     if args.json:
-        print_json(report.as_json(rows, len(pairs), versions))
+        print_json(report.as_json(rows, versions))
     else:
         print(table(report.HEADER, report.summary(rows)))
         print("\n".join(["", *report.failures(rows)]).rstrip())
-        print(f"{report.closing(rows, len(pairs), time.perf_counter() - started)}\n{report.DISCLAIMER}")
+        print(f"{report.closing(rows, time.perf_counter() - started)}\n{report.DISCLAIMER}")
     if out is not None:
-        _write(out / "docs" / "ascend_check.md", report.markdown(rows, len(pairs), versions))
-        values = report.as_json(rows, len(pairs), versions)
+        _write(out / "docs" / "ascend_check.md", report.markdown(rows, versions))
+        values = report.as_json(rows, versions)
         _write(out / "benchmarks" / "results" / "ascend_check.json", report.json_lines(values))
     return int(any(row.failed for row in rows))
 

@@ -21,10 +21,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mindspeed_kda import config
 from mindspeed_kda.npu_kernels.ascend_check import hivm, toolchain
 from mindspeed_kda.npu_kernels.ascend_check.targets import Target
 
-TIMEOUT_S = 300
+TIMEOUT_S = 120
+"""Some kernels send the compiler into an endless loop; those that compile take a second or two."""
+TIMED_OUT = 124
 MEMORIES = {"ub": "UB", "cbuf": "L1", "cc": "L0C"}
 DISCRETE_MARKS = ("DiscreteMemAccess", "ExtractedLoadOrStore")
 # Threads are off because threaded runs of the compiler crash now and then.
@@ -142,26 +145,34 @@ def compile_kernel(
         (folder / "kernel.ttir").write_text(ttir, encoding="utf-8")
         (folder / "kernel.mlir").write_text(adapter, encoding="utf-8")
         done = run_bishengir(folder, target, options)
-        final = folder / "temps" / "module.hivm.opt.mlir"
-        module = hivm.parse_module(final.read_text(encoding="utf-8") if done.returncode == 0 else "")
-        peaks = read_peaks(folder, module, done.stdout, target)
-        return CompileReport(
-            stopped_in="bishengir" if done.returncode else None,
-            exit_code=done.returncode,
-            seconds=time.perf_counter() - started,
-            error="; ".join(dict.fromkeys(_ERROR.findall(done.stderr))) if done.returncode else "",
-            notes=tuple(_NOTE.findall(done.stderr)),
-            overflows=read_overflows(done.stderr),
-            ub=peaks.get("ub"),
-            l1=peaks.get("cbuf"),
-            l0c=peaks.get("cc"),
-            workspace=hivm.workspace_bytes(module),
-            core=hivm.core_type(module),
-            dots=len(re.findall(r"\btt\.dot\b", ttir)),
-            products=hivm.matrix_products(module),
-            marks={mark: adapter.count(mark) for mark in DISCRETE_MARKS},
-            scalar=tuple(hivm.scalar_accesses(module)),
-        )
+        return read_report(folder, target, done, time.perf_counter() - started)
+
+
+def read_report(
+    folder: Path, target: Target, done: subprocess.CompletedProcess[str], seconds: float = 0.0
+) -> CompileReport:
+    """Reads what a finished compiler left in its folder and said."""
+    final = folder / "temps" / "module.hivm.opt.mlir"
+    adapter = (folder / "kernel.mlir").read_text(encoding="utf-8")
+    module = hivm.parse_module(final.read_text(encoding="utf-8") if done.returncode == 0 else "")
+    peaks = read_peaks(folder, module, done.stdout, target)
+    return CompileReport(
+        stopped_in="bishengir" if done.returncode else None,
+        exit_code=done.returncode,
+        seconds=seconds,
+        error="; ".join(dict.fromkeys(_ERROR.findall(done.stderr))) if done.returncode else "",
+        notes=tuple(_NOTE.findall(done.stderr)),
+        overflows=read_overflows(done.stderr),
+        ub=peaks.get("ub"),
+        l1=peaks.get("cbuf"),
+        l0c=peaks.get("cc"),
+        workspace=hivm.workspace_bytes(module),
+        core=hivm.core_type(module),
+        dots=len(re.findall(r"\btt\.dot\b", (folder / "kernel.ttir").read_text(encoding="utf-8"))),
+        products=hivm.matrix_products(module),
+        marks={mark: adapter.count(mark) for mark in DISCRETE_MARKS},
+        scalar=tuple(hivm.scalar_accesses(module)),
+    )
 
 
 @contextlib.contextmanager
@@ -207,10 +218,12 @@ def run_bishengir(folder: Path, target: Target, options: Any = None) -> subproce
     command += [f"{flag}={chosen[name]}" for name, flag in OPTION_FLAGS.items() if chosen.get(name) is not None]
     command += ["--enable-print-memory-allocated-size"] if target.regbase else []
     command += ["--save-temps=temps", "-o", "kernel"]
-    path = f"{folder / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"  # config reads no PATH: it is the child's
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, env={**os.environ, "PATH": path}
-    )
+    path = f"{folder / 'bin'}{os.pathsep}{config.child_environment().get('PATH', '')}"
+    environment = config.child_environment(PATH=path)
+    try:
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, TIMED_OUT, "", f"error: no end after {TIMEOUT_S} s")
 
 
 def read_overflows(stderr: str) -> tuple[Overflow, ...]:

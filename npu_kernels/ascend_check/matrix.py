@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import importlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -20,8 +21,8 @@ DTYPES = ("float16", "bfloat16", "float32")
 HEADS = (*itertools.product((64, 128, 256), repeat=2), (60, 100))
 """K, V: all pairs of the usual sizes, and one where both need masks."""
 CHUNKS = (16, 32, 64)
-STRATUM = 60
-"""Smallest number of (configuration, target) pairs in a run that is not full."""
+STRATUM = 90
+"""Smallest number of compilations in a run that is not full."""
 
 
 def full_matrix() -> list[Config]:
@@ -35,31 +36,6 @@ def full_matrix() -> list[Config]:
         for state in dict.fromkeys(("float32", dtype))
         for v_first in (False, True)
     ]
-
-
-def stratum(pairs: Sequence[tuple[Config, Target]], size: int = STRATUM) -> list[tuple[Config, Target]]:
-    """A subset of at least ``size`` in which every two values of different axes occur together wherever they do in
-    ``pairs``; the same on every run."""
-    left = [(pair, _value_pairs(*pair)) for pair in pairs]
-    uncovered = set().union(*(values for _, values in left)) if left else set()
-    chosen: list[tuple[Config, Target]] = []
-    while left and (uncovered or len(chosen) < size):
-        best = max(range(len(left)), key=lambda i: (len(left[i][1] & uncovered), _spread(i, len(left))))
-        pair, values = left.pop(best)
-        chosen.append(pair)
-        uncovered -= values
-    return chosen
-
-
-def _value_pairs(config: Config, target: Target) -> set[tuple[tuple[int, object], tuple[int, object]]]:
-    dtype, K, V, BT, packed, state, v_first = astuple(config)
-    axes = (dtype, (K, V), BT, packed, state == dtype, v_first, target.name)
-    return set(itertools.combinations(enumerate(axes), 2))
-
-
-def _spread(i: int, n: int) -> int:
-    """Breaks ties far apart: a fixed scramble of the position."""
-    return (i * 2654435761) % 4294967296 % n
 
 
 def load_providers(names: Iterable[str] = PROVIDERS) -> list[Provider]:
@@ -79,6 +55,39 @@ class Row:
     configs: list[Config] = field(default_factory=list)
     report: CompileReport | None = None
     failed: dict[str, str] = field(default_factory=dict)
+
+
+def stratum(rows: Sequence[Row], size: int = STRATUM) -> list[Row]:
+    """At least ``size`` of the compilations, such that every two values of different axes (K and V, chunk size, packed,
+    ...) and every triple of stage, target and dtype meet in one wherever they do in ``rows``; the same on every run.
+
+    Greedy: the row that covers most pairs left, as long as one does; gains only shrink, so a stale one is looked at
+    again before it is taken."""
+    covers = [set().union(*(_value_pairs(row, config) for config in row.configs)) for row in rows]
+    left = set().union(*covers)
+    heap = [(-len(covers[i]), _scramble(i), i) for i in range(len(rows))]
+    heapq.heapify(heap)
+    chosen: list[int] = []
+    while heap and (left or len(chosen) < size):
+        stale, order, i = heapq.heappop(heap)
+        gain = len(covers[i] & left)
+        if gain < -stale:
+            heapq.heappush(heap, (-gain, order, i))
+            continue
+        chosen.append(i)
+        left -= covers[i]
+    return [rows[i] for i in sorted(chosen)]
+
+
+def _value_pairs(row: Row, config: Config) -> set[tuple[object, ...]]:
+    dtype, K, V, BT, packed, state, v_first = astuple(config)
+    axes = (row.spec.stage, row.target.name, dtype, (K, V), BT, packed, state == dtype, v_first)
+    return {*itertools.combinations(enumerate(axes), 2), axes[:3]}
+
+
+def _scramble(i: int) -> int:
+    """Breaks ties far apart, the same way on every run."""
+    return i * 2654435761 % 4294967296
 
 
 def plan(

@@ -68,18 +68,23 @@ def _more(row: Row) -> str:
     return f" and {len(row.configs) - 1} more" if len(row.configs) > 1 else ""
 
 
-def closing(rows: Sequence[Row], pairs: int, seconds: float) -> str:
+def configurations(rows: Iterable[Row]) -> int:
+    """Points of the support matrix on a target that these compilations serve."""
+    return len({(row.target.name, config) for row in rows for config in row.configs})
+
+
+def closing(rows: Sequence[Row], seconds: float) -> str:
     bad = sum(bool(row.failed) for row in rows)
     verdict = f"{bad} of them failed" if bad else "all passed"
-    return f"{pairs} configurations, {len(rows)} distinct compilations, {verdict}, {seconds:.0f} s"
+    return f"{configurations(rows)} configurations, {len(rows)} distinct compilations, {verdict}, {seconds:.0f} s"
 
 
-def as_json(rows: Sequence[Row], pairs: int, versions: dict[str, str]) -> dict[str, Any]:
+def as_json(rows: Sequence[Row], versions: dict[str, str]) -> dict[str, Any]:
     """Everything measured, one list per compilation in the order of ``columns``."""
     return {
         "note": DISCLAIMER,
         "versions": versions,
-        "configurations": pairs,
+        "configurations": configurations(rows),
         "compilations": len(rows),
         "failed": failures(rows),
         "columns": [
@@ -109,7 +114,7 @@ def json_lines(value: dict[str, Any]) -> str:
     return re.sub(r'"rows": \[\]', lambda _: f'"rows": [\n{rows}\n]', head) + "\n"
 
 
-def markdown(rows: Sequence[Row], pairs: int, versions: dict[str, str]) -> str:
+def markdown(rows: Sequence[Row], versions: dict[str, str]) -> str:
     """The page ``docs/ascend_check.md``."""
     lines = [
         "# Compile gate: the whole support matrix",
@@ -119,7 +124,8 @@ def markdown(rows: Sequence[Row], pairs: int, versions: dict[str, str]) -> str:
         f"{DISCLAIMER}",
         "",
         f"{', '.join(f'{name} {version}' for name, version in versions.items())}; "
-        f"{pairs} configurations, {len(rows)} distinct compilations, {sum(bool(r.failed) for r in rows)} failed.",
+        f"{configurations(rows)} configurations, {len(rows)} distinct compilations, "
+        f"{sum(bool(r.failed) for r in rows)} failed.",
         "",
         "Peaks are over the configurations of a line, with their share of the chip's memory; `ws` is global scratch "
         "memory per block.",

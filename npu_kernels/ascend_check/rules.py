@@ -15,7 +15,7 @@ def compiles(report: CompileReport) -> str | None:
     if report.stopped_in is None:
         return None
     tool = "Triton" if report.stopped_in == "triton" else f"the BiSheng compiler (exit code {report.exit_code})"
-    return f"does not compile: {tool}: {report.error or 'no message'}"
+    return f"does not compile: {tool}: {' '.join(report.error.split()) or 'no message'}"
 
 
 def fits(report: CompileReport) -> str | None:
