@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--backend", help="backend of the training; default: the best that can run it")
     parser.add_argument("--device", help="cpu, cuda or npu; default: the best present")
     parser.add_argument("--model", choices=MODELS, help="default: small on a CPU, large otherwise")
-    parser.add_argument("--dtype", help="of q, k, v inside the op: fp32, fp16, bf16; default: fp32 on a CPU, else bf16")
+    parser.add_argument("--dtype", help="fp32, or bf16 by autocast; default: fp32 on a CPU, else bf16")
     parser.add_argument("--seed", type=int, default=0, help="weights, batches and sample (default %(default)s)")
     variant = parser.add_mutually_exclusive_group()
     variant.add_argument("--zero-kda", action="store_true", help="train with the KDA output zeroed, for comparison")
@@ -132,9 +132,10 @@ def load_text(path: str | None, length: int) -> text.Text:
 def model_config(device: torch.device, model: str | None, dtype: str | None, backend: str | None) -> Config:
     on_cpu = device.type == "cpu"
     main = common.dtypes(dtype or ("fp32" if on_cpu else "bf16"))
-    if len(main) != 1 or main[0] == torch.float64:
-        raise UsageError(f"--dtype: expected one of fp32, fp16, bf16, got {dtype!r}")
-    return Config(**MODELS[model or ("small" if on_cpu else "large")], main=main[0], backend=backend)  # type: ignore[arg-type]
+    if main not in ([torch.float32], [torch.bfloat16]):
+        raise UsageError(f"--dtype: expected fp32 or bf16, got {dtype!r}")
+    sizes: dict[str, Any] = MODELS[model or ("small" if on_cpu else "large")]
+    return Config(**sizes, main=main[0], backend=backend)
 
 
 def chosen_backend(config: Config, device: torch.device) -> str:

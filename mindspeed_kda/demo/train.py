@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mindspeed_kda.demo.model import ByteModel, LayerState
+from mindspeed_kda.demo.model import ByteModel
 from mindspeed_kda.demo.text import batch
+from mindspeed_kda.nn import KdaState
 
 
 @dataclass(frozen=True)
@@ -106,13 +107,11 @@ def held_out_loss(model: ByteModel, tokens: Tensor, *, rows: int = 16, length: i
     rows = max(1, min(rows, (len(tokens) - 1) // length))
     stream = (len(tokens) - 1) // rows
     inputs, targets = (tokens[i : i + rows * stream].view(rows, stream).to(device) for i in (0, 1))
-    states: list[LayerState | None] | None = None
+    states: list[KdaState | None] | None = None
     total = 0.0
     for t in range(0, stream, length):
         logits, states = model(inputs[:, t : t + length], states, keep=True)
-        total += F.cross_entropy(
-            logits.flatten(0, 1).float(), targets[:, t : t + length].flatten(), reduction="sum"
-        ).item()
+        total += F.cross_entropy(logits.flatten(0, 1), targets[:, t : t + length].flatten(), reduction="sum").item()
     return total / (rows * stream)
 
 
@@ -124,7 +123,7 @@ def sample(model: ByteModel, prompt: Tensor, count: int, *, temperature: float =
     model.eval()
     logits, states = model(prompt.view(1, -1).to(device), None, keep=True)
     for _ in range(count):
-        odds = (logits[0, -1].float().cpu() / temperature).softmax(0)
+        odds = (logits[0, -1].cpu() / temperature).softmax(0)
         byte = int(torch.multinomial(odds, 1, generator=generator))
         yield byte
         logits, states = model(torch.tensor([[byte]], device=device), states, keep=True)

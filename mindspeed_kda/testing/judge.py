@@ -74,9 +74,13 @@ class Subject:
         dtype = call["q"].dtype
         found = []
         for name, want in reference.items():
-            errors = measure(results[name].to(want.device), want, dtype, self.valid(name, want, judged))
+            got, valid = results[name].to(want.device), self.valid(name, want, judged)
             limit = self.limit(name, dtype)
-            found.append(Verdict(name, errors, limit, errors.misses(dtype, limit)))
+            errors = measure(got, want, dtype, valid)
+            misses = errors.misses(dtype, limit)
+            if valid is not None and bool(got.masked_fill(valid, 0).ne(0).any()):
+                misses.append("elements outside every sequence, or dA's upper triangle, are not 0")
+            found.append(Verdict(name, errors, limit, misses))
         return found
 
 

@@ -13,7 +13,7 @@ from mindspeed_kda.demo.train import Plan, held_out_loss, sample, train
 from mindspeed_kda.testing.capture import op_inputs
 from mindspeed_kda.testing.judge import SUBJECTS
 
-TINY = Config(width=32, layers=2, heads=1, value_heads=2, key_size=16, value_size=8, gate_rank=8, mlp=32, chunk_size=16)
+TINY = Config(width=32, layers=2, heads=1, value_heads=2, key_size=16, value_size=8, mlp=32, chunk_size=16)
 
 
 def model(**changes):
