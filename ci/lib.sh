@@ -73,7 +73,8 @@ install_into() {
 }
 
 # device_tests PYTHON FOLDER MARKER ARGUMENT...: the tests with this marker, against the package in FOLDER/site. Only files
-# that hold such tests are collected, since the others may import what a device machine lacks.
+# that hold such tests are collected, since the others may import what a device machine lacks. Folders of tests go to the
+# end of the path (append): the tree's root on it would hide the installed package behind one without kernels.
 device_tests() {
     local python=$1 folder=$2 marker=$3 tests
     shift 3
@@ -83,7 +84,7 @@ device_tests() {
         return 1
     fi
     (root=$PWD && cd "$folder/site" &&
-        "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider -m "$marker" "$@" "${tests[@]}")
+        "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider --import-mode=append -m "$marker" "$@" "${tests[@]}")
 }
 
 # figures PYTHON FOLDER OUT COMMAND DEVICE: one command of the package, its JSON kept as OUT/COMMAND_DEVICE.json.

@@ -33,9 +33,9 @@ def sizes_of(config: Config) -> Sizes:
 def specs(config: Config, target: Target) -> Iterator[KernelSpec]:
     """Every kernel that ``plan.run`` launches for this configuration, in order. One tile table serves all targets."""
     sizes = sizes_of(config)
-    runtime, fixed = types(sizes), constants(sizes)
+    runtime = types(sizes)
     absent = {name: None for name, kind in runtime.items() if kind is None}
     for stage in (*stages(sizes), *((ZERO_TAIL,) if sizes.packed else ())):
-        values = stage.pick(fixed | absent)
+        values = stage.pick(constants(sizes, stage) | absent)
         signature = {name: CONSTEXPR if name in values else runtime[name] for name in stage.arguments}
         yield KernelSpec.of(OP, stage.name, f"{stage.module}:{stage.kernel_name}", signature, values)

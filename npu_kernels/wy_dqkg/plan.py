@@ -97,10 +97,9 @@ def _run_stages(call: WyDqkgCall, out: WyDqkgGrads) -> None:
             indices = chunks.chunk_indices(cu, call.BT, call.NT)
         values |= {"cu_seqlens": cu, "chunk_indices": indices.to(cu.dtype).contiguous()}
 
-    fixed, tile = constants(sizes), sizes.tile
-
     def run_stage(stage: Stage, tasks: int) -> None:
-        launch(stage.kernel, call.device, tasks, stage.pick(values), stage.pick(fixed), tile, cube=stage.cube)
+        args, fixed = stage.pick(values), stage.pick(constants(sizes, stage))
+        launch(stage.kernel, call.device, tasks, args, fixed, sizes.tile(stage.name), cube=stage.cube)
 
     beta_t, db_t = values["beta_t"], values["db_t"]
     assert isinstance(beta_t, Tensor)

@@ -38,9 +38,9 @@ class Sizes:
     def packed(self) -> bool:
         return self.index is not None
 
-    @property
-    def tile(self) -> tiling.Tile:
-        return tiling.tile(self.target, BITS[self.main], self.K, self.V, self.BT)
+    def tile(self, stage: str) -> tiling.Tile:
+        """Tile of the stage of that name."""
+        return tiling.tile(self.target, BITS[self.main], self.K, self.V, self.BT, stage)
 
     @property
     def label(self) -> str:
@@ -82,16 +82,15 @@ def _parameters(module: str, kernel_name: str) -> tuple[str, ...]:
 def stages(sizes: Sizes) -> tuple[Stage, ...]:
     """The six stages in order. Stage n reads what earlier ones wrote: dw (1 to 3, 4), dk, dg (1 to 3), db_t (2 to 3),
     M (4 to 5), P (5 to 6)."""
-    tile = sizes.tile
-    k_blocks = -(-sizes.K // tile.BK)
-    dA_tiles = (sizes.BT // tile.BDA) ** 2
+    k_blocks = -(-sizes.K // sizes.tile("main").BK)
+    right, left = ((sizes.BT // sizes.tile(name).BDA) ** 2 for name in ("dA_post_right", "dA_post_left"))
     return (
         Stage("main", f"{_HERE}.main", "chunk_kda_bwd_kernel_wy_dqkg_fused", k_blocks),
         Stage("dv2_db", f"{_HERE}.dv2_db", "chunk_kda_bwd_kernel_wy_dv2_db"),
         Stage("dk_dg_db", f"{_HERE}.dk_dg_db", "chunk_kda_bwd_kernel_wy_dk_dg_db"),
         Stage("dA_pre", f"{_HERE}.dA_pre", "chunk_kda_bwd_kernel_wy_dA_pre"),
-        Stage("dA_post_right", f"{_HERE}.dA_post_right", "chunk_kda_bwd_kernel_dA_post_right", dA_tiles),
-        Stage("dA_post_left", f"{_HERE}.dA_post_left", "chunk_kda_bwd_kernel_dA_post_left", dA_tiles),
+        Stage("dA_post_right", f"{_HERE}.dA_post_right", "chunk_kda_bwd_kernel_dA_post_right", right),
+        Stage("dA_post_left", f"{_HERE}.dA_post_left", "chunk_kda_bwd_kernel_dA_post_left", left),
     )
 
 
@@ -101,9 +100,9 @@ ZERO_BLOCK = 1024
 """Elements that one task of zero_tail owns in each output."""
 
 
-def constants(sizes: Sizes) -> dict[str, int | bool]:
-    """Compile-time parameters of all stages by name."""
-    tile = sizes.tile
+def constants(sizes: Sizes, stage: Stage) -> dict[str, int | bool]:
+    """Compile-time parameters of a stage by name (and some that only other stages take)."""
+    tile = sizes.tile(stage.name)
     return {
         "H": sizes.H, "HV": sizes.HV, "K": sizes.K, "V": sizes.V, "BT": sizes.BT,
         "BK": tile.BK, "BV": tile.BV, "BDA": tile.BDA, "V_FIRST": sizes.v_first, "PACKED": sizes.packed,
