@@ -23,6 +23,12 @@ MINDSPEED_KDA_BUILD_CUDA=$build install_into "$PY" "$site" || { echo "$0: the in
 
 failed=()
 stage "tests" device_tests "$PY" "$site" gpu "$@"
-stage "verify" figures "$PY" "$site" "$OUT" verify cuda
-stage "bench" figures "$PY" "$site" "$OUT" bench cuda
+peer=()
+"$PY" -c 'import fla' 2>/dev/null && peer=(--peer fla)
+shapes=1x2048x32x128x128,1x8192x32x128x128
+stage "doctor" figures "$PY" "$site" "$OUT" gpu_doctor doctor
+stage "verify" figures "$PY" "$site" "$OUT" gpu_verify verify --device cuda
+stage "verify the training shape" figures "$PY" "$site" "$OUT" gpu_verify_training_shape \
+    verify --device cuda --shape 1x2048x32x128x128 --dtype fp16,bf16
+stage "bench" figures "$PY" "$site" "$OUT" gpu_bench bench --device cuda --shapes "$shapes" "${peer[@]}"
 finish

@@ -87,8 +87,23 @@ device_tests() {
         "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider --import-mode=append -m "$marker" "$@" "${tests[@]}")
 }
 
-# figures PYTHON FOLDER OUT COMMAND DEVICE: one command of the package, its JSON kept as OUT/COMMAND_DEVICE.json.
+# figures PYTHON FOLDER OUT NAME ARGUMENT...: one command of the package; its JSON, with commit and command, becomes
+# OUT/NAME.json, also where the command found a miss.
 figures() {
-    local python=$1 folder=$2 out=$3 command=$4 device=$5
-    (cd "$folder/site" && "$python" -m mindspeed_kda "$command" --json >"$out/${command}_$device.json")
+    local python=$1 folder=$2 out=$3 name=$4 status commit
+    shift 4
+    commit=$(git rev-parse HEAD 2>/dev/null || echo unknown)
+    (cd "$folder/site" && "$python" -m mindspeed_kda "$@" --json >"$folder/$name.json")
+    status=$?
+    "$python" -c '
+import json, sys
+source, target, commit, command = sys.argv[1:]
+with open(source) as f:
+    result = json.load(f)
+with open(target, "w") as f:
+    json.dump({"commit": commit, "command": command, "result": result}, f, indent=1)
+    f.write("\n")
+print("wrote", target)
+' "$folder/$name.json" "$out/$name.json" "$commit" "mindspeed-kda $* --json" || return 1
+    return "$status"
 }

@@ -21,8 +21,11 @@ echo "== installing"
 MINDSPEED_KDA_BUILD_CUDA=0 install_into "$PY" "$site" || { echo "$0: the installation failed" >&2; exit 1; }
 
 failed=()
-stage "doctor" figures "$PY" "$site" "$OUT" doctor npu
+stage "doctor" figures "$PY" "$site" "$OUT" npu_doctor doctor
 stage "tests" device_tests "$PY" "$site" npu "$@"
-stage "verify" figures "$PY" "$site" "$OUT" verify npu
-stage "bench" figures "$PY" "$site" "$OUT" bench npu
+stage "verify" figures "$PY" "$site" "$OUT" npu_verify verify --device npu
+stage "verify the training shape" figures "$PY" "$site" "$OUT" npu_verify_training_shape \
+    verify --device npu --shape 1x2048x32x128x128
+stage "bench" figures "$PY" "$site" "$OUT" npu_bench \
+    bench --device npu --shapes 1x2048x32x128x128 --dtype fp16,bf16,fp32
 finish

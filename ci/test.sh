@@ -39,6 +39,6 @@ failed=()
 stage "ruff format" "$VENV/bin/ruff" format --check .
 stage "ruff check" "$VENV/bin/ruff" check .
 stage "mypy" "$PY" -m mypy
-stage "pytest" "$PY" -m pytest -n 2 -m "not gpu and not npu"
 stage "ascend-check" "$PY" -m mindspeed_kda ascend-check
+stage "pytest" "$PY" -m pytest -n 2 -m "not gpu and not npu"
 finish
