@@ -1,4 +1,4 @@
-"""The six stages on an Ascend NPU, against float64 on the host. Run by ci/npu.sh; no author had a device to run it on."""
+"""The six stages on an Ascend NPU, against float64 on the host. Run by ci/npu.sh; no author had one to run it on."""
 
 from __future__ import annotations
 
