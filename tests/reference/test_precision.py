@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from mindspeed_kda import chunk_kda, chunk_kda_bwd_wy_dqkg_fused
 from mindspeed_kda.reference import products
+from mindspeed_kda.testing.capture import RecordedCall, op_inputs
 from mindspeed_kda.testing.inputs import wy_inputs
 from mindspeed_kda.testing.kda_inputs import kda_inputs
 from mindspeed_kda.testing.metrics import assert_accurate
@@ -75,3 +79,24 @@ def test_a_few_decays_of_minus_1000_leave_the_rest_exact() -> None:
     expected, got = judge(*inputs), gradients(chunk_kda, *inputs)
     for name, reference in expected.items():
         assert_accurate(name, got[name], reference, torch.float32, rms_limit=2e-6)
+
+
+@pytest.mark.parametrize("options", [{"decay": -10.0}, {"gate": "softplus"}, {"lengths": [0, 65, 1, 0, 63], "T": 133}])
+def test_no_exponent_is_ever_above_zero(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 2^ of forward and backward, over all chunk sizes, with padded rows and poisoned unused tokens."""
+    largest = []
+
+    def watched(x: Tensor) -> Tensor:
+        largest.append(float(x.max()))
+        return exp2(x)
+
+    exp2 = torch.exp2
+    monkeypatch.setattr(torch, "exp2", watched)
+    for BT in (16, 32, 64):
+        inputs = kda_inputs(**{"T": 75, "H": 1, "K": 8, "V": 8, "BT": BT, **options})
+        gradients(chunk_kda, *inputs)
+        x = op_inputs(RecordedCall(*inputs))
+        x["g"][:, 129:] = float("nan")
+        chunk_kda_bwd_wy_dqkg_fused(**x, backend="torch")
+    assert len(largest) > 30
+    assert max(largest) <= 0.0
