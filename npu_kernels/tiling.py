@@ -73,7 +73,7 @@ def power_of_two(n: int) -> int:
 
 
 def tile(target: str, bits: int, K: int, V: int, BT: int, stage: str) -> Tile:
-    """Tile of a stage; sizes shrink to the head size and to BT where those are smaller. ValueError where no row fits."""
+    """Tile of a stage; sizes shrink to the head size and to BT where those are smaller. ValueError: no row fits."""
     for row in TABLE:
         if row.serves(target, bits, max(K, V), stage):
             return Tile(
@@ -84,5 +84,5 @@ def tile(target: str, bits: int, K: int, V: int, BT: int, stage: str) -> Tile:
                 num_stages=row.num_stages,
             )
     raise ValueError(
-        f"tile: expected a row of the table for target {target!r}, {bits} bits, K={K}, V={V}, stage {stage!r}; none fits"
+        f"tile: expected a row of the table for target {target!r}, {bits} bits, K={K}, V={V}, stage {stage!r}, got none"
     )

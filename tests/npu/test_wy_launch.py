@@ -145,7 +145,7 @@ def test_the_page_s_defaults():
     for bits, BT, stage in itertools.product((16, 32), (16, 32, 64), STAGES):
         it = tile("npu", bits, 128, 128, BT, stage)
         assert it.BK == it.BV == 64
-        assert it.BDA == {16: 16, 32: 32, 64: 32}[BT]
+        assert {16: 16, 32: 32, 64: 32}[BT] == it.BDA
 
 
 def test_a_target_without_a_row_is_named():
