@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", help="comma-separated; default: fp32 on a CPU, fp16,bf16 otherwise")
     parser.add_argument("--state-dtype", choices=("fp32", "main"), default="fp32", help="of h and dh (default fp32)")
     parser.add_argument("--backends", help="comma-separated; default: all that can run here, torch among them")
-    parser.add_argument("--peer", choices=benchmark.PEERS, help="a peer to time beside them")
+    parser.add_argument("--peer", choices=(*benchmark.PEERS, "none"), help="default: every peer that can run here")
     parser.add_argument("--device", help="cpu, cuda or npu; default: the best present")
     parser.add_argument("--seconds", type=float, default=0.5, help="of timing for each figure (default %(default)s)")
     parser.add_argument("--out", metavar="DIR", help="write bench.json and bench.png")
@@ -60,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         common.need_plots()
         out = common.folder(args.out)
-    if args.peer is not None:
-        reason = benchmark.PEERS[args.peer].why_not(device)
-        if reason is not None:
-            raise UsageError(f"--peer: {args.peer} cannot run here: {reason}")
+    peers = {name: peer.why_not(device) for name, peer in benchmark.PEERS.items()}
+    if args.peer in peers and peers[args.peer] is not None:
+        raise UsageError(f"--peer: {args.peer} cannot run here: {peers[args.peer]}")
+    wanted = [name for name, reason in peers.items() if reason is None and args.peer in (None, name)]
     cases = []
     for text in shapes:
         B, T, H, HV, K, V = common.sizes("--shapes", text, args.value_heads)
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
             cases,
             names,
             device,
-            peer=args.peer,
+            peers=wanted,
             seconds=args.seconds,
             report=report,
             required=args.backends is not None,
@@ -108,9 +108,10 @@ def _row(m: Measurement) -> tuple[str, ...]:
     if m.timing is None:
         return (*head, "-", f"{m.nbytes / 1e6:.1f}", "-", "-", "-", "WRONG: " + "; ".join(m.misses))
     eager = "-" if m.times_eager is None else f"{m.times_eager:.2f}"
+    checked = f"misses {m.note}" if m.note else "checked"
     return (
         *head, f"{m.timing.median * 1e6:.1f}", f"{m.nbytes / 1e6:.1f}", f"{m.speed / 1e9:.1f}", f"{m.of_copy:.3f}",
-        eager, "checked",
+        eager, checked,
     )  # fmt: skip
 
 

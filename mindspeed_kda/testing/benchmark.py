@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from mindspeed_kda.contracts.chunk_kda import LOWER_BOUND
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgGrads
 from mindspeed_kda.registry import REGISTRY
 from mindspeed_kda.testing.inputs import wy_inputs
-from mindspeed_kda.testing.judge import FORWARD, SUBJECTS, Call, Results, to_device
+from mindspeed_kda.testing.judge import FORWARD, SUBJECTS, Call, Results, Subject, Verdict, to_device
 from mindspeed_kda.testing.kda_inputs import kda_inputs
 from mindspeed_kda.testing.timing import Timing, copy_speed, device_name, median_time
 
@@ -70,7 +70,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One backend on one case: a timing, or the limits that its result misses, or the reason why it did not run."""
+    """One backend on one case: a timing, or the limits that its result misses, or the reason why it did not run.
+
+    A peer is timed although it misses our limits, so long as it computes the same thing; ``note`` says what it misses.
+    """
 
     case: Case
     backend: str
@@ -80,6 +83,7 @@ class Measurement:
     misses: list[str] = field(default_factory=list)
     reason: str | None = None
     eager: float | None = None
+    note: str = ""
 
     @property
     def speed(self) -> float:
@@ -108,6 +112,7 @@ class Measurement:
             "times_eager": self.times_eager,
             "misses": self.misses,
             "reason": self.reason,
+            "note": self.note,
         }
 
 
@@ -195,49 +200,69 @@ PEERS = {
 }
 
 
+PEER_RMS_LIMIT = 2e-2
+"""RMS ratio up to which a peer's result counts as the same function, computed less exactly (TF32, 16-bit storage)."""
+
+
 def measure_all(
     cases: Iterable[Case],
     backends: Iterable[str],
     device: torch.device,
     *,
-    peer: str | None = None,
+    peers: Iterable[str] = (),
     seconds: float = 0.5,
     report: Callable[[float, str], None] = lambda share, said: None,
     required: bool = False,
 ) -> Result:
-    """Checks and times every backend (and the peer) on every case; PyTorch eager first, so that all can be compared.
+    """Checks and times every backend and peer on every case; PyTorch eager first, so that all can be compared.
 
     With ``required`` a backend that cannot run a case ends the work there, with the reason in ``Result.cannot``.
     """
-    cases, names = list(cases), sorted(backends, key=lambda name: name != EAGER)
+    cases, peers, names = list(cases), list(peers), sorted(backends, key=lambda name: name != EAGER)
     report(0.0, "copy speed")
     roof = copy_speed(device)
     rows: list[Measurement] = []
-    total = len(cases) * (len(names) + (peer is not None))
+    total = len(cases) * (len(names) + len(peers))
     for case in cases:
         subject = OPS[case.what]
         call = to_device(case.inputs(), device)
         reference = subject.float64(call)
-        nbytes = subject.nbytes(subject.check(call))
-        runs: list[tuple[str, Callable[[], Results] | None, str | None]] = []
+        blank = Measurement(case, "", subject.nbytes(subject.check(call)), roof)
+        eager: float | None = None
         for name in names:
+            report(len(rows) / total, f"{case.label} {case.dtype_name} {name}")
             reason = subject.why_not(REGISTRY.of(subject.op)[name], call)
             if reason is not None and required:
                 return Result(case.what, device_name(device), torch.__version__, roof, rows, f"{name}: {reason}")
-            runs.append((name, None if reason else subject.bind(call, name), reason))
-        if peer is not None:
-            runs.append((peer, PEERS[peer].bind[case.what](call), None))
-        eager: float | None = None
-        for name, fn, reason in runs:
-            report(len(rows) / total, f"{case.label} {case.dtype_name} {name}")
-            row = Measurement(case, name, nbytes, roof, reason=reason)
-            if fn is not None:
-                verdicts = subject.verdicts(call, fn(), reference)
-                misses = [f"{v.output}: {miss}" for v in verdicts for miss in v.misses]
-                timing = None if misses else median_time(fn, device, budget=seconds)
-                if name == EAGER and timing is not None:
-                    eager = timing.median
-                row = Measurement(case, name, nbytes, roof, timing, misses, None, eager)
+            row = replace(blank, backend=name, reason=reason, eager=eager)
+            if reason is None:
+                fn = subject.bind(call, name)
+                misses = _misses(subject.verdicts(call, fn(), reference))
+                row = replace(row, misses=misses, timing=None if misses else median_time(fn, device, budget=seconds))
+            if name == EAGER and row.timing is not None:
+                eager = row.timing.median
+                row = replace(row, eager=eager)
             rows.append(row)
+        for name in peers:
+            report(len(rows) / total, f"{case.label} {case.dtype_name} {name}")
+            rows.append(_peer(replace(blank, backend=name, eager=eager), subject, call, reference, device, seconds))
     report(1.0, "done")
     return Result(cases[0].what if cases else "", device_name(device), torch.__version__, roof, rows)
+
+
+def _misses(verdicts: list[Verdict]) -> list[str]:
+    return [f"{v.output}: {miss}" for v in verdicts for miss in v.misses]
+
+
+def _peer(
+    row: Measurement, subject: Subject, call: Call, reference: Results, device: torch.device, seconds: float
+) -> Measurement:
+    try:
+        fn = PEERS[row.backend].bind[row.case.what](call)
+        verdicts = subject.verdicts(call, fn(), reference)
+    except Exception as error:  # another library's failure is its row, not the end of ours
+        return replace(row, reason=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    wrong = [v for v in verdicts if not v.errors.finite or not v.errors.rms_ratio <= PEER_RMS_LIMIT]
+    if wrong:
+        return replace(row, reason="computes something else: " + "; ".join(_misses(wrong)))
+    return replace(row, timing=median_time(fn, device, budget=seconds), note="; ".join(_misses(verdicts)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import mindspeed_kda
-from mindspeed_kda.contracts import chunk_kda, wy_dqkg
+from mindspeed_kda.contracts import chunk_kda, fused_recurrent_kda, wy_dqkg
 from mindspeed_kda.contracts.chunk_kda import SOFTPLUS
 from mindspeed_kda.registry import Backend
 from mindspeed_kda.testing.inputs import to_float64, valid_elements, wy_inputs
@@ -124,6 +124,18 @@ def _bind_forward(call: Call, backend: str) -> Callable[[], Results]:
     return run
 
 
+def _bind_recurrent(call: Call, backend: str) -> Callable[[], Results]:
+    arguments = {n: v for n, v in _arguments(call).items() if n not in ("chunk_size", "disable_recompute")}
+
+    def run() -> Results:
+        with torch.no_grad():
+            o, final_state = mindspeed_kda.fused_recurrent_kda(**arguments, backend=backend)
+        assert final_state is not None
+        return {"o": o, "final_state": final_state}
+
+    return run
+
+
 def _bind_training(call: Call, backend: str) -> Callable[[], Results]:
     arguments, leaves = _arguments(call), {}
     for name, gradient in zip(chunk_kda.ChunkKdaTensors._fields, chunk_kda.ChunkKdaGrads._fields, strict=False):
@@ -182,5 +194,6 @@ SUBJECTS = {
         bind=_bind_training,
         nbytes=lambda checked: sum(chunk_kda.bytes_moved(checked)),
     ),
+    fused_recurrent_kda.OP: dataclasses.replace(FORWARD, op=fused_recurrent_kda.OP, bind=_bind_recurrent),
 }
 """By op, ``chunk_kda`` forward and backward. An op without a subject is listed by ``doctor`` and not judged."""

@@ -72,3 +72,32 @@ def test_inputs_are_not_zero():
 
 def test_a_peer_that_cannot_run_says_why():
     assert "the device is cpu" in benchmark.PEERS["fla"].why_not(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("error", "timed", "said"),
+    [(0.0, True, ""), (1e-3, True, "db: RMS ratio 1.00e-03 > 1e-05"), (0.5, False, "computes something else: db:")],
+)
+def test_a_peer_is_timed_if_it_computes_the_same_thing(monkeypatch, error, timed, said):
+    def bind(call):
+        right = benchmark.OPS["wy_dqkg"].bind(call, "torch")
+        return lambda: {n: t * (1 + error) if n == "db" else t for n, t in right().items()}
+
+    monkeypatch.setitem(benchmark.PEERS, "other", benchmark.Peer(lambda device: None, {"wy_dqkg": bind}))
+    case = Case("wy_dqkg", 1, 32, 1, 1, 16, 8, 16, torch.float32)
+    result = benchmark.measure_all([case], ["torch"], torch.device("cpu"), peers=["other"], seconds=0.01)
+    row = result.rows[1]
+    assert (row.timing is not None) is timed
+    assert row.misses == []
+    assert said in (row.note or row.reason or "")
+
+
+def test_a_peer_that_raises_is_a_row(monkeypatch):
+    def bind(call):
+        raise TypeError("unexpected keyword argument 'g'")
+
+    monkeypatch.setitem(benchmark.PEERS, "other", benchmark.Peer(lambda device: None, {"wy_dqkg": bind}))
+    case = Case("wy_dqkg", 1, 32, 1, 1, 16, 8, 16, torch.float32)
+    result = benchmark.measure_all([case], ["torch"], torch.device("cpu"), peers=["other"], seconds=0.01)
+    assert result.rows[1].reason == "TypeError: unexpected keyword argument 'g'"
+    assert result.rows[0].timing is not None
