@@ -17,8 +17,8 @@ mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
-if compgen -G "cuda_kernels/*.so" >/dev/null; then build=0; else build=1; fi
-echo "== installing ($([ $build = 0 ] && echo with the library that is here || echo building the native library))"
+if compgen -G "cuda_kernels/*.so" >/dev/null; then build=; else build=1; fi
+echo "== installing ($([ -z "$build" ] && echo with the native library that is here || echo building the native library))"
 MINDSPEED_KDA_BUILD_CUDA=$build install_into "$PY" "$site" || { echo "$0: the installation failed" >&2; exit 1; }
 
 failed=()
