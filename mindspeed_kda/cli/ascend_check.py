@@ -40,6 +40,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--stage", help="comma-separated names of stages; default: all")
     parser.add_argument("--full", action="store_true", help="the whole support matrix instead of a stratum of it")
     parser.add_argument("--jobs", type=int, default=0, help="compilations at once; default: the machine's cores")
+    parser.add_argument(
+        "--cache", metavar="DIR", help="take reports of unchanged code from DIR, and keep new ones there"
+    )
     parser.add_argument("--write", metavar="DIR", help="write docs/ascend_check.md and its JSON under DIR")
 
 
@@ -52,13 +55,14 @@ def run(args: argparse.Namespace) -> int:
     targets = [TARGETS[name] for name in _names("--target", args.target, list(TARGETS))]
     dtypes = [DTYPES[name] for name in _names("--dtype", args.dtype, list(DTYPES))]
     out = folder(args.write) if args.write else None
+    cache = folder(args.cache).resolve() if args.cache else None
     pairs = [(config, target) for config in matrix.full_matrix() if config.dtype in dtypes for target in targets]
     rows = _plan(pairs, args.stage)
     if not args.full:
         rows = matrix.stratum(rows)
     started = time.perf_counter()
     with _progress(rows) as step:
-        matrix.walk(rows, args.jobs or os.cpu_count() or 1, step)
+        matrix.walk(rows, args.jobs or os.cpu_count() or 1, step, cache)
     versions = toolchain.versions()
     if args.json:
         print_json(report.as_json(rows, versions))

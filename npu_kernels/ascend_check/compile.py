@@ -6,6 +6,8 @@ The last step of CANN's own tool chain, ``hivmc`` (HIVM to device object), is no
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -125,12 +127,14 @@ def compile_kernel(
     target: Target,
     workdir: Path | None = None,
     options: Mapping[str, Any] | None = None,
+    cache: Path | None = None,
 ) -> CompileReport:
     """Compiles one jitted function for a target and reads everything the compiler tells.
 
     ``signature`` maps every argument to its Triton type in order (``constexpr`` included), ``constants`` gives the
     constexpr values, ``options`` are launch options beside the defaults. ``workdir`` keeps all intermediate files;
-    without it they are dropped. Never raises for a kernel that does not compile: the report says so.
+    without it they are dropped. ``cache`` is a folder of earlier reports: one is taken where the linalg, target,
+    options and packages are the same. Never raises for a kernel that does not compile: the report says so.
     """
     started = time.perf_counter()
     with _folder(workdir) as folder:
@@ -144,8 +148,27 @@ def compile_kernel(
             )
         (folder / "kernel.ttir").write_text(ttir, encoding="utf-8")
         (folder / "kernel.mlir").write_text(adapter, encoding="utf-8")
+        known = cache / f"{_digest(ttir, adapter, target, options)}.json" if cache is not None else None
+        if known is not None and known.is_file():
+            return report_from_json(known.read_text(encoding="utf-8"))
         done = run_bishengir(folder, target, options)
-        return read_report(folder, target, done, time.perf_counter() - started)
+        report = read_report(folder, target, done, time.perf_counter() - started)
+        if known is not None and report.exit_code != TIMED_OUT:
+            known.write_text(json.dumps(dataclasses.asdict(report)), encoding="utf-8")
+        return report
+
+
+def _digest(ttir: str, adapter: str, target: Target, options: Any) -> str:
+    """Of all that decides a report."""
+    parts = [ttir, adapter, target.name, {**DEFAULT_OPTIONS, **(options or {})}, FLAGS, toolchain.versions()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def report_from_json(text: str) -> CompileReport:
+    """The report that ``dataclasses.asdict`` turned into JSON."""
+    values = json.loads(text)
+    values["overflows"] = tuple(Overflow(**overflow) for overflow in values["overflows"])
+    return CompileReport(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
 
 
 def read_report(

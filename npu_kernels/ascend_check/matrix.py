@@ -7,6 +7,7 @@ import importlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field
+from pathlib import Path
 
 from mindspeed_kda.npu_kernels.ascend_check.compile import CompileReport
 from mindspeed_kda.npu_kernels.ascend_check.rules import findings
@@ -106,9 +107,11 @@ def plan(
     return list(rows.values())
 
 
-def walk(rows: Sequence[Row], jobs: int, progress: Callable[[Row], None] = lambda row: None) -> None:
-    """Compiles every row and judges it; ``progress`` is called as each one ends."""
-    for index, report in run_all([Task(row.spec, row.target) for row in rows], jobs):
+def walk(
+    rows: Sequence[Row], jobs: int, progress: Callable[[Row], None] = lambda row: None, cache: Path | None = None
+) -> None:
+    """Compiles every row and judges it; ``progress`` is called as each one ends. ``cache``: see compile_kernel."""
+    for index, report in run_all([Task(row.spec, row.target, cache=cache) for row in rows], jobs):
         row = rows[index]
         row.report = report
         row.failed = findings(report)

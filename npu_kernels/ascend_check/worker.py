@@ -26,11 +26,12 @@ from mindspeed_kda.npu_kernels.ascend_check.targets import Target
 
 @dataclass(frozen=True)
 class Task:
-    """One compilation; ``keep`` is a folder for its intermediate files, None drops them."""
+    """One compilation; ``keep`` is a folder for its intermediate files, ``cache`` one of earlier reports."""
 
     spec: KernelSpec
     target: Target
     keep: Path | None = None
+    cache: Path | None = None
 
 
 def compile_task(task: Task) -> CompileReport:
@@ -41,7 +42,7 @@ def compile_task(task: Task) -> CompileReport:
     except Exception as error:  # a kernel file that cannot be imported is a result, as in compile_kernel
         return CompileReport("triton", 1, 0.0, f"{spec.kernel}: {type(error).__name__}: {error}")
     return compile_kernel(
-        fn, dict(spec.signature), dict(spec.constants), task.target, task.keep, options=dict(spec.options)
+        fn, dict(spec.signature), dict(spec.constants), task.target, task.keep, dict(spec.options), task.cache
     )
 
 

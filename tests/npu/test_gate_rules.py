@@ -172,3 +172,14 @@ def test_a_sentence_for_each_rule(change, rule, words):
     assert list(failed) == [rule]
     assert words in failed[rule]
     assert rules.findings(SOUND) == {}
+
+
+def test_an_earlier_report_is_taken_for_unchanged_code_only(compiled, tmp_path):
+    target = TARGETS["Ascend910B3"]
+    tasks = [Task(_spec("clean_vector"), target, cache=tmp_path), Task(_spec("where"), target, cache=tmp_path)]
+    first = dict(run_all(tasks, jobs=1))
+    assert len(list(tmp_path.iterdir())) == 2
+    assert dict(run_all(tasks, jobs=1)) == first  # to the second they took: nothing was compiled again
+    other = dataclasses.replace(tasks[0].spec, constants=(("BT", 512),))
+    dict(run_all([Task(other, target, cache=tmp_path)], jobs=1))
+    assert len(list(tmp_path.iterdir())) == 3
