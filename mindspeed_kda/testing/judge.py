@@ -112,28 +112,20 @@ def _arguments(call: Call) -> Call:
     return {**{n: v for n, v in call.items() if n not in ("do", "dht")}, "output_final_state": True}
 
 
-def _bind_forward(call: Call, backend: str) -> Callable[[], Results]:
-    arguments = _arguments(call)
+def _forward(function: str, *unknown: str) -> Callable[[Call, str], Callable[[], Results]]:
+    """The binding of a public function that returns (o, final_state), without the keywords that it does not know."""
 
-    def run() -> Results:
-        with torch.no_grad():
-            o, final_state = mindspeed_kda.chunk_kda(**arguments, backend=backend)
-        assert final_state is not None
-        return {"o": o, "final_state": final_state}
+    def bind(call: Call, backend: str) -> Callable[[], Results]:
+        arguments = {n: v for n, v in _arguments(call).items() if n not in unknown}
 
-    return run
+        def run() -> Results:
+            with torch.no_grad():
+                o, final_state = getattr(mindspeed_kda, function)(**arguments, backend=backend)
+            return {"o": o, "final_state": final_state}
 
+        return run
 
-def _bind_recurrent(call: Call, backend: str) -> Callable[[], Results]:
-    arguments = {n: v for n, v in _arguments(call).items() if n not in ("chunk_size", "disable_recompute")}
-
-    def run() -> Results:
-        with torch.no_grad():
-            o, final_state = mindspeed_kda.fused_recurrent_kda(**arguments, backend=backend)
-        assert final_state is not None
-        return {"o": o, "final_state": final_state}
-
-    return run
+    return bind
 
 
 def _bind_training(call: Call, backend: str) -> Callable[[], Results]:
@@ -171,7 +163,7 @@ def _probe_kda(dtype: torch.dtype) -> Call:
 FORWARD = Subject(
     chunk_kda.OP,
     check=lambda call: chunk_kda.check(**_arguments(call), needs_grad=False),
-    bind=_bind_forward,
+    bind=_forward("chunk_kda"),
     valid=_valid_kda,
     limit=_kda_limit,
     nbytes=lambda checked: chunk_kda.bytes_moved(checked)[0],
@@ -194,6 +186,10 @@ SUBJECTS = {
         bind=_bind_training,
         nbytes=lambda checked: sum(chunk_kda.bytes_moved(checked)),
     ),
-    fused_recurrent_kda.OP: dataclasses.replace(FORWARD, op=fused_recurrent_kda.OP, bind=_bind_recurrent),
+    fused_recurrent_kda.OP: dataclasses.replace(
+        FORWARD,
+        op=fused_recurrent_kda.OP,
+        bind=_forward("fused_recurrent_kda", "chunk_size", "disable_recompute", "safe_gate"),
+    ),
 }
 """By op, ``chunk_kda`` forward and backward. An op without a subject is listed by ``doctor`` and not judged."""

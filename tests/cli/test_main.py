@@ -22,34 +22,41 @@ def test_wrong_usage_exits_2(argv, capsys):
     assert "error:" in capsys.readouterr().err
 
 
-def test_a_known_error_is_one_line_and_exit_2(monkeypatch, capsys):
-    class Module:
-        @staticmethod
-        def add_parser(subparsers):
-            subparsers.add_parser("doctor")
+@pytest.fixture
+def doctor_raises(monkeypatch):
+    """Makes the command ``doctor`` raise the error that it is given."""
 
-        @staticmethod
-        def run(args):
-            raise common.UsageError("--text: cannot read x: no such file")
+    def install(error):
+        class Module:
+            @staticmethod
+            def add_parser(subparsers):
+                subparsers.add_parser("doctor")
 
-    monkeypatch.setattr(main, "_module", lambda name: Module)
+            @staticmethod
+            def run(args):
+                raise error
+
+        monkeypatch.setattr(main, "_module", lambda name: Module)
+
+    return install
+
+
+def test_a_known_error_is_one_line_and_exit_2(doctor_raises, capsys):
+    doctor_raises(common.UsageError("--text: cannot read x: no such file"))
     assert main.main(["doctor"]) == 2
     assert capsys.readouterr().err == "mindspeed-kda: error: --text: cannot read x: no such file\n"
 
 
-def test_an_unknown_error_keeps_its_traceback(monkeypatch):
-    class Module:
-        @staticmethod
-        def add_parser(subparsers):
-            subparsers.add_parser("doctor")
-
-        @staticmethod
-        def run(args):
-            raise ZeroDivisionError
-
-    monkeypatch.setattr(main, "_module", lambda name: Module)
+def test_an_unknown_error_keeps_its_traceback(doctor_raises):
+    doctor_raises(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         main.main(["doctor"])
+
+
+def test_an_interrupt_is_one_line(doctor_raises, capsys):
+    doctor_raises(KeyboardInterrupt())
+    assert main.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "mindspeed-kda: interrupted\n"
 
 
 def test_as_a_process():
