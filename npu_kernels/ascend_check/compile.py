@@ -166,9 +166,10 @@ def _digest(ttir: str, adapter: str, target: Target, options: Any) -> str:
 
 def report_from_json(text: str) -> CompileReport:
     """The report that ``dataclasses.asdict`` turned into JSON."""
-    values = json.loads(text)
+    values: dict[str, Any] = json.loads(text)
     values["overflows"] = tuple(Overflow(**overflow) for overflow in values["overflows"])
-    return CompileReport(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+    return CompileReport(**values)
 
 
 def read_report(
