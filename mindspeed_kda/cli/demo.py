@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     read = load_text(args.text, plan.length)
     device = common.device(args.device)
     checking.allow_interpreter(device)
+    leave_room(device)
     config = model_config(device, args.model, args.dtype, args.backend)
     backend = chosen_backend(config, device)
     beside = None if args.beside is None else load_report(args.beside)
@@ -115,6 +117,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(render(report, out))
     return 1 if checking.missed(report["checks"]) else 0
+
+
+def leave_room(device: torch.device) -> None:
+    """One thread where other processes keep every core busy: OpenMP's threads wait for each other by spinning, and on
+    shared cores two of them were over ten times slower than one."""
+    try:
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    except (AttributeError, OSError):  # not every system tells
+        return
+    if device.type == "cpu" and load > cores and torch.get_num_threads() > 1:
+        note(f"this machine is busy (load {load:.1f} on {cores} cores): training on one thread")
+        torch.set_num_threads(1)
 
 
 def load_text(path: str | None, length: int) -> text.Text:

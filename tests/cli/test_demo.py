@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from mindspeed_kda.cli import demo
 from mindspeed_kda.cli.main import main
@@ -18,6 +19,7 @@ def _tiny(monkeypatch):
     sizes = {"width": 32, "heads": 1, "value_heads": 2, "key_size": 16, "value_size": 8, "mlp": 32, "chunk_size": 16}
     monkeypatch.setitem(demo.MODELS, "small", sizes)
     monkeypatch.setattr(demo, "SAMPLE_BYTES", 5)
+    monkeypatch.setattr(demo.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
 
 
 def test_trains_samples_checks_and_plots(text_file, tmp_path, capsys):
@@ -74,6 +76,18 @@ def test_plain_lines_without_rich(text_file, tmp_path, capsys, monkeypatch):
     arguments = [*SHORT, "--text", text_file, "--out", str(tmp_path), "--no-plot", "--zero-kda"]
     assert main(arguments) == 0
     assert "without KDA 100%  loss" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("load", "kept"), [(0.5, 2), (1e6, 1)])
+def test_one_thread_on_a_busy_machine(monkeypatch, load, kept):
+    monkeypatch.setattr(demo.os, "getloadavg", lambda: (load, load, load))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        demo.leave_room(torch.device("cpu"))
+        assert torch.get_num_threads() == kept
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.interpreter
