@@ -5,23 +5,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mindspeed_kda.cli.common import UsageError, add_command, folder, note, print_json, table
-from mindspeed_kda.npu_kernels.ascend_check import matrix, report, toolchain
+from mindspeed_kda.npu_kernels.ascend_check import cost_report, matrix, report, toolchain
 from mindspeed_kda.npu_kernels.ascend_check.matrix import Row
 from mindspeed_kda.npu_kernels.ascend_check.spec import TRITON_TYPES
-from mindspeed_kda.npu_kernels.ascend_check.targets import TARGETS
+from mindspeed_kda.npu_kernels.ascend_check.targets import TARGETS, Target
 
 EXAMPLES = """\
   mindspeed-kda ascend-check                        a stratum: every stage, dtype and target, in a minute or two
   mindspeed-kda ascend-check --target Ascend910B3 --dtype bf16 --stage main --full
                                                     one stage over its whole matrix
   mindspeed-kda ascend-check --full --write .       everything; writes docs/ascend_check.md and benchmarks/results/
+  mindspeed-kda ascend-check --cost --dtype bf16    bytes, products, vector work and waits of each kernel, per chunk
+                                                    and head, and the time at the chip's published rates
 
 A kernel passes where the compiler exits 0 in its default configuration, UB, L1 and L0C hold it, no access is broken
 into single elements, no loop is scalar code, and no matrix product is lost (docs/ascend.md).
@@ -39,6 +43,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", help=f"comma-separated, of {', '.join(DTYPES)}; default: all")
     parser.add_argument("--stage", help="comma-separated names of stages; default: all")
     parser.add_argument("--full", action="store_true", help="the whole support matrix instead of a stratum of it")
+    parser.add_argument(
+        "--cost", action="store_true", help="count what the kernels move and compute, K = V = 128, BT 64"
+    )
     parser.add_argument("--jobs", type=int, default=0, help="compilations at once; default: the machine's cores")
     parser.add_argument(
         "--cache", metavar="DIR", help="take reports of unchanged code from DIR, and keep new ones there"
@@ -55,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     targets = [TARGETS[name] for name in _names("--target", args.target, list(TARGETS))]
     dtypes = [DTYPES[name] for name in _names("--dtype", args.dtype, list(DTYPES))]
     out = folder(args.write) if args.write else None
+    if args.cost:
+        return _cost(args, targets, dtypes, out)
     cache = folder(args.cache).resolve() if args.cache else None
     pairs = [(config, target) for config in matrix.full_matrix() if config.dtype in dtypes for target in targets]
     rows = _plan(pairs, args.stage)
@@ -75,6 +84,36 @@ def run(args: argparse.Namespace) -> int:
         values = report.as_json(rows, versions)
         _write(out / "benchmarks" / "results" / "ascend_check.json", report.json_lines(values))
     return int(any(row.failed for row in rows))
+
+
+def _cost(args: argparse.Namespace, targets: list[Target], dtypes: list[str], out: Path | None) -> int:
+    found = []
+    for target in targets:
+        for dtype in dtypes:
+            config = cost_report.cost_config(dtype)
+            specs = [spec for provider in matrix.load_providers() for spec in provider(config, target)]
+            wanted = _names("--stage", args.stage, list(dict.fromkeys(spec.stage for spec in specs)))
+            note(f"{target.name} {config.label()}")
+            try:
+                counted = cost_report.measure(
+                    [spec for spec in specs if spec.stage in wanted], target, args.jobs or os.cpu_count() or 1
+                )
+            except (RuntimeError, ValueError) as error:
+                print(f"{target.name} {config.label()}: {error}", file=sys.stderr)
+                return 1
+            found.append({"configuration": config.label(), **cost_report.as_json(counted, target)})
+            if not args.json:
+                bound = cost_report.op_bound(counted, target) * 1e9
+                print(f"{target.name}, {config.label()}: at least {bound:.1f} ns per (chunk, head)")
+                print(f"{table(cost_report.HEADER, cost_report.rows(counted, target))}\n")
+    values = {"note": cost_report.NOTE, "versions": toolchain.versions(), "reports": found}
+    if args.json:
+        print_json(values)
+    else:
+        print(f"{cost_report.NOTE}\n{report.DISCLAIMER}")
+    if out is not None:
+        _write(out / "benchmarks" / "results" / "ascend_cost.json", f"{json.dumps(values, indent=1)}\n")
+    return 0
 
 
 def _plan(pairs: Sequence[tuple[Any, Any]], stages: str | None) -> list[Row]:

@@ -15,6 +15,8 @@ from mindspeed_kda.npu_kernels.ascend_check.targets import Target
 
 TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "int32": "i32", "int64": "i64", "bool": "i1"}
 CONSTEXPR = "constexpr"
+COST_CHUNKS = 4
+"""Full chunks of the launch that the cost report counts: as many as the first compiler keeps in flight at once."""
 
 
 def pointer(dtype: str) -> str:
@@ -46,7 +48,8 @@ class KernelSpec:
 
     ``signature`` names every argument in order, ``constexpr`` ones included; a pointer that is None at launch is a
     constexpr whose constant is None. ``stage`` is the row of the report, ``variant`` tells launches of one stage apart.
-    ``options`` are Ascend launch options beside the defaults.
+    ``options`` are Ascend launch options beside the defaults. For the cost report, ``scalars`` are the integers of a
+    launch on ``COST_CHUNKS`` full chunks of one sequence, and ``per`` its number of (chunk, value head) pairs.
     """
 
     op: str
@@ -56,6 +59,8 @@ class KernelSpec:
     constants: tuple[tuple[str, Any], ...]
     variant: str = ""
     options: tuple[tuple[str, Any], ...] = ()
+    scalars: tuple[tuple[str, int], ...] = ()
+    per: int = 1
 
     @classmethod
     def of(
@@ -67,6 +72,8 @@ class KernelSpec:
         constants: Mapping[str, Any],
         variant: str = "",
         options: Mapping[str, Any] | None = None,
+        scalars: Mapping[str, int] | None = None,
+        per: int = 1,
     ) -> KernelSpec:
         """Builds one from mappings; ``kernel`` may also be the jitted function itself.
 
@@ -79,7 +86,7 @@ class KernelSpec:
         reference = kernel if isinstance(kernel, str) else function_reference(kernel)
         return cls(
             op, stage, reference, tuple(signature.items()), tuple(constants.items()), variant,
-            tuple((options or {}).items()),
+            tuple((options or {}).items()), tuple((scalars or {}).items()), per,
         )  # fmt: skip
 
     def key(self) -> tuple[Any, ...]:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mindspeed_kda.contracts.wy_dqkg import OP
-from mindspeed_kda.npu_kernels.ascend_check.spec import CONSTEXPR, TRITON_TYPES, Config, KernelSpec
+from mindspeed_kda.npu_kernels.ascend_check.spec import (
+    CONSTEXPR,
+    COST_CHUNKS,
+    TRITON_TYPES,
+    Config,
+    KernelSpec,
+)
 from mindspeed_kda.npu_kernels.ascend_check.targets import Target
 from mindspeed_kda.npu_kernels.wy_dqkg.specs import ZERO_TAIL, Sizes, constants, stages, types
 
@@ -34,8 +40,11 @@ def specs(config: Config, target: Target) -> Iterator[KernelSpec]:
     """Every kernel that ``plan.run`` launches for this configuration, in order. One tile table serves all targets."""
     sizes = sizes_of(config)
     runtime = types(sizes)
+    rows = COST_CHUNKS * sizes.BT
+    launch = {"T": rows, "NT": COST_CHUNKS, "R": rows, "n_chunks": COST_CHUNKS, "N": 1}
     absent = {name: None for name, kind in runtime.items() if kind is None}
     for stage in (*stages(sizes), *((ZERO_TAIL,) if sizes.packed else ())):
         values = stage.pick(constants(sizes, stage) | absent)
         signature = {name: CONSTEXPR if name in values else runtime[name] for name in stage.arguments}
-        yield KernelSpec.of(OP, stage.name, f"{stage.module}:{stage.kernel_name}", signature, values)
+        reference = f"{stage.module}:{stage.kernel_name}"
+        yield KernelSpec.of(OP, stage.name, reference, signature, values, scalars=launch, per=COST_CHUNKS * HV)
