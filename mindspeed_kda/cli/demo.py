@@ -58,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
     plan = Plan()
     parser.add_argument("--text", metavar="FILE", help="text to learn; default: Python's documentation")
     parser.add_argument("--steps", type=int, default=plan.steps, help="optimiser steps (default %(default)s)")
-    parser.add_argument("--minutes", type=float, default=3.0, help="ends training sooner (default %(default)s)")
+    parser.add_argument("--minutes", type=float, default=2.5, help="ends training sooner (default %(default)s)")
     parser.add_argument("--backend", help="backend of the training; default: the best that can run it")
     parser.add_argument("--device", help="cpu, cuda or npu; default: the best present")
     parser.add_argument("--model", choices=MODELS, help="default: small on a CPU, large otherwise")
