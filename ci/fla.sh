@@ -39,5 +39,6 @@ TESTS=tests/integrations/trainers
 for version in $FLA; do
     stage "flash-linear-attention $version" env PYTHONPATH="$VENV/fla-$version" "$PY" -m pytest -q "$TESTS/test_fla.py" "$@"
 done
-stage "Transformers" env PYTHONPATH="$VENV/fla-0.6.0" "$PY" -m pytest -q "$TESTS/test_transformers.py" "$@"
+stage "Transformers and the pages" env PYTHONPATH="$VENV/fla-0.6.0" "$PY" -m pytest -q "$TESTS/test_transformers.py" \
+    "$TESTS/test_trainer_pages.py" "$@"
 finish
