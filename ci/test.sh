@@ -41,4 +41,6 @@ stage "ruff check" "$VENV/bin/ruff" check .
 stage "mypy" "$PY" -m mypy
 stage "ascend-check" "$PY" -m mindspeed_kda ascend-check
 stage "pytest" "$PY" -m pytest -n 2 -m "not gpu and not npu"
+# flash-linear-attention and Transformers, in an environment of their own.
+stage "trainers" ci/fla.sh
 finish
