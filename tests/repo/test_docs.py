@@ -38,6 +38,12 @@ def test_relative_links_resolve(path):
             assert anchor in anchors(file.read_text(encoding="utf-8")), f"{path}: {target}"
 
 
+def test_the_index_names_every_page_once():
+    named = re.findall(r"\]\(([^)#]+\.md)\)", text("docs/README.md"))
+    pages = [str(f.relative_to("docs")) for f in PAGES if f.parts[0] == "docs" and str(f) != "docs/README.md"]
+    assert sorted(named) == sorted(pages)
+
+
 def blocks(page, language):
     return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.M | re.S)
 
