@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy
 import torch
 
+import mindspeed_kda
 from mindspeed_kda import config
 from mindspeed_kda.registry import REGISTRY
 
@@ -130,7 +131,7 @@ def versions() -> dict[str, str | None]:
     cann_root, cann_version = cann()
     driver, _ = cuda_driver()
     found: dict[str, str | None] = {
-        "mindspeed_kda": distribution("mindspeed_kda"),
+        "mindspeed_kda": mindspeed_kda.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
