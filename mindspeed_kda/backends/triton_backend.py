@@ -30,6 +30,8 @@ def supports(call: WyDqkgCall) -> str | None:
     kind = call.device.type
     if kind == "cpu" and not config.TRITON_INTERPRET.flag():
         return "tensors are on cpu, which Triton serves only in its interpreter (TRITON_INTERPRET=1)"
+    if kind == "cpu" and call.dtype == torch.bfloat16:
+        return "q: expected float16 or float32 in Triton's interpreter, whose bfloat16 products are wrong, got bfloat16"
     if kind not in ("cpu", "cuda", "npu"):
         return f"tensors: expected device npu, cuda or cpu, got {kind}"
     return None

@@ -176,5 +176,11 @@ def test_decay_of_one_head_only(interpreter):
     assert_right(interpreter(interpreted.run, kwargs), kwargs)
 
 
+def test_the_interpreter_declines_bfloat16(interpreter):
+    """Its own arithmetic on it is wrong: better no result than that one."""
+    with pytest.raises(RuntimeError, match=r"expected float16 or float32 in Triton's interpreter.* got bfloat16"):
+        interpreter(interpreted.run, wy_inputs(T=16, K=16, V=16, BT=16, dtype=torch.bfloat16))
+
+
 def test_cu_seqlens_of_lengths():
     assert cu_seqlens_of(LENGTHS).tolist() == [0, 0, 65, 66, 129, 429]
