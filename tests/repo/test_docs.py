@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from pathlib import Path
 
@@ -85,6 +86,14 @@ def test_the_backend_of_the_contributing_page_registers():
             mindspeed_kda.chunk_kda_bwd_wy_dqkg_fused(**wy_inputs(T=16, K=130, V=8, BT=16), backend="mine")
     finally:
         REGISTRY.unregister(wy_dqkg.OP, "mine")
+
+
+def test_the_readmes_losses_are_the_demos():
+    runs = json.loads(text("benchmarks/results/demo_cpu.json"))["result"]["runs"]
+    held_out = {run["zero_kda"]: f"{run['held_out']:.2f}" for run in runs}
+    assert f"held-out loss {held_out[False]} nats per byte, {held_out[True]} with the KDA output zeroed" in text(
+        "README.md"
+    )
 
 
 def test_named_scripts_and_modules_exist():
