@@ -36,11 +36,23 @@ esac
 
 export OMP_NUM_THREADS=1
 failed=()
+
+# flash-linear-attention and Transformers, in an environment of their own: beside the other stages, reported after them.
+trainers_log=$(mktemp)
+trap 'kill "${trainers:-}" 2>/dev/null; rm -f "$trainers_log"' EXIT
+ci/fla.sh >"$trainers_log" 2>&1 &
+trainers=$!
+trainers_end() {
+    local status=0
+    wait "$trainers" || status=$?
+    cat "$trainers_log"
+    return "$status"
+}
+
 stage "ruff format" "$VENV/bin/ruff" format --check .
 stage "ruff check" "$VENV/bin/ruff" check .
 stage "mypy" "$PY" -m mypy
 stage "ascend-check" "$PY" -m mindspeed_kda ascend-check
 stage "pytest" "$PY" -m pytest -n 2 -m "not gpu and not npu"
-# flash-linear-attention and Transformers, in an environment of their own.
-stage "trainers" ci/fla.sh
+stage "trainers" trainers_end
 finish
