@@ -1,7 +1,7 @@
 """The only table of tile sizes, by target, main dtype, head size and stage. Pure Python: no triton, no torch.
 
 Change a tile here and nowhere else: launch, workspace, compile gate and tests read this table. The first row that
-serves a call and a stage is used.
+serves a call and a stage is used. UB by ``ascend-check``, microseconds by ``benchmarks/wy_tiles.py``.
 """
 
 from __future__ import annotations
@@ -54,16 +54,7 @@ class Row:
 
 
 TABLE = (
-    Row(
-        "npu",
-        16,
-        None,
-        (),
-        64,
-        64,
-        32,
-        "the op page's default; main needs up to 190 of 192 KiB of UB (bf16, K = V = 64, V first)",
-    ),
+    Row("npu", 16, None, (), 64, 64, 32, "the op page's default; main needs up to 190 of 192 KiB of UB"),
     Row("npu", 32, None, (), 64, 64, 32, "fits as it is: main needs up to 170 KiB of UB"),
     Row("cuda", 16, None, (), 64, 64, 64, "H200, fp16, T2048 H32 128: 305 us; BDA 32: 331, BK 32: 420, 8 warps: 428"),
     Row("cuda", 32, None, ("main",), 64, 32, 32, "H200, as above: 590 us; 32 x 32: 1036, 64 x 64: 781, 8 warps: 1063"),
