@@ -44,7 +44,7 @@ def check_call(
     on_device = to_device(call, device)
     for name in names:
         row = {"op": subject.op, "input": label, "backend": name, "dtype": dtype}
-        reason = subject.why_not(REGISTRY.of(subject.op)[name], on_device) or _interpreter(name, dtype, device)
+        reason = subject.why_not(REGISTRY.of(subject.op)[name], on_device)
         if reason is not None:
             if required:
                 raise UsageError(f"--backend: {name} cannot run {subject.op} in {dtype} on {device.type}: {reason}")
@@ -54,12 +54,6 @@ def check_call(
         verdicts = subject.verdicts(on_device, subject.run(on_device, name), reference)
         rows += [{**row, **v.as_dict()} for v in verdicts]
     return rows
-
-
-def _interpreter(name: str, dtype: str, device: torch.device) -> str | None:
-    if name == "triton" and dtype == "bf16" and device.type == "cpu":
-        return "Triton's interpreter computes bfloat16 wrongly; it takes an NPU or a GPU"
-    return None
 
 
 def missed(rows: Iterable[dict[str, Any]]) -> bool:
