@@ -83,3 +83,52 @@ def state_offset(i_k, i_v, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constex
     else:
         offset = i_k * V + i_v
     return offset
+
+
+@triton.jit
+def state_slot(i_c, row, chunk_indices, BT: tl.constexpr, PACKED: tl.constexpr):
+    """Where chunk i_c with first row ``row`` keeps its state, int64.
+
+    Packed: row // BT + sequence, which no two chunks share and which a sequence's walk knows without a table; there are
+    T // BT + N slots. Meaningless, and not to be used, for a chunk of no row.
+    """
+    if PACKED:
+        slot = row // BT + tl.cast(tl.load(chunk_indices + 2 * i_c), tl.int64)
+    else:
+        slot = tl.cast(i_c, tl.int64)
+    return slot
+
+
+@triton.jit
+def decode_sequence(i_n, cu_seqlens, T, NT, BT: tl.constexpr, PACKED: tl.constexpr):
+    """First row (int64), number of tokens and first state slot of sequence i_n."""
+    if PACKED:
+        begin = tl.cast(tl.load(cu_seqlens + i_n), tl.int64)
+        n_tokens = tl.cast(tl.cast(tl.load(cu_seqlens + i_n + 1), tl.int64) - begin, tl.int32)
+        slot = begin // BT + i_n
+    else:
+        begin = tl.cast(i_n, tl.int64) * T
+        n_tokens = T
+        slot = tl.cast(i_n, tl.int64) * NT
+    return begin, n_tokens, slot
+
+
+@triton.jit
+def load_state(p, n_k, n_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+               V_FIRST: tl.constexpr):  # fmt: skip
+    """[BK, BV] tile of a state: row-major for [K, V] storage, turned on chip for [V, K] storage."""
+    if V_FIRST:
+        b_h = tl.trans(load_tile(p, K, n_v, n_k, BV, BK))
+    else:
+        b_h = load_tile(p, V, n_k, n_v, BK, BV)
+    return b_h
+
+
+@triton.jit
+def store_state(p, b_h, n_k, n_v, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+                V_FIRST: tl.constexpr):  # fmt: skip
+    """Stores [BK, BV] into a state in either layout."""
+    if V_FIRST:
+        store_tile(p, tl.trans(b_h), K, n_v, n_k, BV, BK)
+    else:
+        store_tile(p, b_h, V, n_k, n_v, BK, BV)

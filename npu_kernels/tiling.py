@@ -16,7 +16,8 @@ MIN_DOT = 16
 @dataclass(frozen=True)
 class Tile:
     """Tile sizes of one stage of one call. BK, BV: columns of K and V that a program holds; BDA: side of a dA tile
-    (BM = BN = BDA) and of the blocks it sums over; the rest steers stock Triton and stays unused on an NPU."""
+    (BM = BN = BDA) and of the blocks it sums over, or the rows of a block (BR) in a stage that walks rows;
+    the rest steers stock Triton and stays unused on an NPU."""
 
     BK: int
     BV: int
@@ -53,7 +54,25 @@ class Row:
         )
 
 
+PAIRS = ("states", "grads")
+SCANS = ("scan", "scan_bwd")
+# The first rows are the stages of chunk_kda; a stage that no row names takes the op's.
 TABLE = (
+    Row("npu", None, None, ("intra",), 32, 64, 64, "183 KiB of UB; at 64 its sums over levels overflow"),
+    Row("npu", None, None, PAIRS, 16, 64, 64, "191 KiB of UB; at 32 the compiler gives up multi-buffering"),
+    Row("npu", None, 128, SCANS, 64, 64, 64, "147 KiB of UB"),
+    Row("npu", None, None, SCANS, 64, 32, 64, "a state of 256 x 64 overflows UB (265 KiB)"),
+    Row("npu", None, None, ("heads",), 64, 64, 16, "K whole: 64 rows of 256 overflow UB (320 KiB)"),
+    Row("cuda", 16, 128, ("scan",), 64, 32, 64, "H200, bf16, T8192 H32 128: 682 us; BV 64: 741, 16: 907"),
+    Row("cuda", 16, 128, ("scan_bwd",), 64, 32, 64, "same: 372 us; BV 64: 395, 16: 677, 8 warps: 415"),
+    Row("cuda", 16, None, SCANS, 64, 32, 64, "two stages of a K of 256 exceed shared memory", num_stages=1),
+    Row("cuda", 16, None, ("prepare",), 64, 64, 64, "same: 670 us; 4 warps: 703, BK 128: 762", num_warps=8),
+    Row("cuda", 16, None, ("intra",), 64, 64, 64, "same: 776 us; BK 32: 847, 128: 1888, 8 warps: 1372"),
+    Row("cuda", 16, None, ("states",), 64, 64, 64, "same: 546 us; 2 stages: 640, BK 128: 716", num_stages=3),
+    Row("cuda", 16, None, ("grads",), 64, 64, 64, "same: 2212 us; 4 warps: 4519, BK 32: 2992, 128: 4143", 8, 1),
+    Row("cuda", None, None, ("heads",), 64, 64, 16, "same: 144 us, near the copy speed"),
+    Row("cuda", 32, None, ("intra", *SCANS, *PAIRS), 32, 32, 64, "fp32 products of 64 x 64 spill registers", 8, 1),
+    Row("cpu", None, None, PAIRS, 16, 64, 64, "the interpreter proves the NPU's rows"),
     Row("npu", 16, None, (), 64, 64, 32, "the op page's default; main needs up to 190 of 192 KiB of UB"),
     Row("npu", 32, None, (), 64, 64, 32, "fits as it is: main needs up to 170 KiB of UB"),
     Row("cuda", 16, None, (), 64, 64, 64, "H200, fp16, T2048 H32 128: 305 us; BDA 32: 331, BK 32: 420, 8 warps: 428"),

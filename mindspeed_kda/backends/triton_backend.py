@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from mindspeed_kda import config
-from mindspeed_kda.contracts import wy_dqkg
+from mindspeed_kda.contracts import chunk_kda, wy_dqkg
+from mindspeed_kda.contracts.chunk_kda import ChunkKdaCall
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgCall
 from mindspeed_kda.registry import Backend, Registry
 
@@ -21,7 +22,7 @@ def available() -> str | None:
     return None
 
 
-def supports(call: WyDqkgCall) -> str | None:
+def supports(call: WyDqkgCall | ChunkKdaCall) -> str | None:
     reason = available()
     if reason is not None:
         return reason
@@ -43,7 +44,13 @@ def _load_wy_dqkg() -> Any:
     return run
 
 
+def _load_chunk_kda() -> Any:
+    from mindspeed_kda.npu_kernels.chunk_kda import plan
+
+    return plan
+
+
 def register(registry: Registry) -> None:
-    registry.register(
-        Backend(wy_dqkg.OP, NAME, supports, _load_wy_dqkg, available=available, priority={"npu": 100, "cuda": 50})
-    )
+    priority = {"npu": 100, "cuda": 50}
+    for op, load in ((wy_dqkg.OP, _load_wy_dqkg), (chunk_kda.OP, _load_chunk_kda)):
+        registry.register(Backend(op, NAME, supports, load, available=available, priority=priority))

@@ -1,0 +1,1 @@
+"""The stages of ``chunk_kda``, forward and backward, and their plan."""
