@@ -26,8 +26,8 @@ make_venv "$VENV" "$python" "$stamp"
 case $? in
     0) ;;
     10)
-        "$PY" -m pip install --quiet "$torch" "numpy<2.4" &&
-            "$PY" -m pip install --quiet --no-build-isolation -e ".[$extras]" &&
+        "$PY" -m pip install --quiet --no-compile "$torch" "numpy<2.4" &&
+            "$PY" -m pip install --quiet --no-compile --no-build-isolation -e ".[$extras]" &&
             echo "$stamp" >"$VENV/complete" || { echo "$0: the installation into $VENV failed" >&2; exit 1; }
         ;;
     *) echo "$0: $VENV could not be made" >&2; exit 1 ;;

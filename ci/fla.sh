@@ -17,9 +17,9 @@ python=$(find_python 13) || exit 1
 stamp=$(stamp_of "$python" "$TORCH" "$TRITON" "$TRANSFORMERS" "$FLA")
 
 install() {
-    "$PY" -m pip install --quiet "$TORCH" "$TRITON" "$TRANSFORMERS" numpy einops "pytest>=8" "hypothesis>=6.100" || return 1
+    "$PY" -m pip install --quiet --no-compile "$TORCH" "$TRITON" "$TRANSFORMERS" numpy einops "pytest>=8" "hypothesis>=6.100" || return 1
     for version in $FLA; do
-        "$PY" -m pip install --quiet --no-deps --target "$VENV/fla-$version" "fla-core==$version" \
+        "$PY" -m pip install --quiet --no-compile --no-deps --target "$VENV/fla-$version" "fla-core==$version" \
             "flash-linear-attention==$version" || return 1
     done
     MINDSPEED_KDA_BUILD_CUDA=0 "$PY" -m pip install --quiet --no-build-isolation --no-deps -e . || return 1

@@ -23,15 +23,16 @@ find_python() {
     return 1
 }
 
-# make_venv FOLDER PYTHON STAMP: makes FOLDER unless it was completed under the same STAMP. Prints nothing where reused.
+# make_venv FOLDER PYTHON STAMP: makes FOLDER, and answers 10, unless it was completed under the same STAMP (0).
 make_venv() {
     local folder=$1 python=$2 stamp=$3
     if [ -f "$folder/complete" ] && [ "$(cat "$folder/complete")" = "$stamp" ]; then
         return 0
     fi
     echo "== making $folder with $("$python" --version)"
-    "$python" -m venv --clear "$folder"
-    "$folder/bin/python" -m pip install --quiet --upgrade pip "setuptools>=77" wheel
+    "$python" -m venv --clear "$folder" || return 1
+    # Nothing is compiled to bytecode here or below: what is imported compiles itself, and most of torch never is.
+    "$folder/bin/python" -m pip install --quiet --no-compile "pip>=23" "setuptools>=77" wheel || return 1
     return 10
 }
 

@@ -16,13 +16,13 @@ stamp=$(stamp_of "$python" "$TORCH")
 
 install() {
     # Torch first: its own pin, so that nothing below moves it.
-    "$PY" -m pip install --quiet "$TORCH" "numpy<2.4" || return 1
+    "$PY" -m pip install --quiet --no-compile "$TORCH" "numpy<2.4" || return 1
     # No native build here: the nvcc stage below compiles the CUDA sources where a compiler is, and reports on them.
-    MINDSPEED_KDA_BUILD_CUDA=0 "$PY" -m pip install --quiet --no-build-isolation -e ".[ascend-check,test,dev]" || return 1
+    MINDSPEED_KDA_BUILD_CUDA=0 "$PY" -m pip install --quiet --no-compile --no-build-isolation -e ".[ascend-check,test,dev]" || return 1
     # A CUDA build of torch brings stock triton, which owns the same module name as triton-ascend. The gate needs the latter.
     if "$PY" -m pip show --quiet triton 2>/dev/null; then
         "$PY" -m pip uninstall --quiet --yes triton
-        "$PY" -m pip install --quiet --no-deps --force-reinstall triton-ascend==3.2.0 || return 1
+        "$PY" -m pip install --quiet --no-compile --no-deps --force-reinstall triton-ascend==3.2.0 || return 1
     fi
     echo "$stamp" >"$VENV/complete"
 }
