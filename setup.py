@@ -1,9 +1,17 @@
 """Packages and extras. Downloads nothing and needs no GPU."""
 
+import importlib.util
 import re
+import sys
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.build_py import build_py
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ModuleNotFoundError:  # setuptools before 70.1, in an environment of the caller's
+    from wheel.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "mindspeed_kda/__init__.py").read_text(encoding="utf-8")).group(1)
@@ -21,6 +29,62 @@ for top in KERNELS:
 ASCEND_UNDECLARED = ["numpy<2.4", "attrs", "decorator", "psutil", "pybind11", "pyyaml", "scipy"]
 PLOT = ["matplotlib>=3.8", "rich>=13"]
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "hypothesis>=6.100", *PLOT]
+
+
+def load_build():
+    """cuda_kernels/build.py by its path: nothing here is installed yet."""
+    spec = importlib.util.spec_from_file_location("mindspeed_kda_cuda_build", ROOT / "cuda_kernels/build.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def why_no_native_build(build):
+    """None, or why this installation goes without the native library. An error where it was asked for."""
+    asked = build.config().BUILD_CUDA.flag()
+    if asked is False:
+        return f"{build.config().BUILD_CUDA.name}=0"
+    if (ROOT / "cuda_kernels" / build.LIBRARY).is_file() and asked is None:
+        return None  # built before, taken along
+    try:
+        build.find_toolkit(), build.find_torch_headers()
+    except build.UnavailableError as error:
+        if asked:
+            raise SystemExit(f"{build.config().BUILD_CUDA.name}=1: {error}") from None
+        return str(error)
+    return None
+
+
+BUILD = load_build()
+WHY_NOT = why_no_native_build(BUILD)
+
+
+class BuildWithKernels(build_py):
+    """Adds the native library to the package, or to cuda_kernels/ itself in an editable installation."""
+
+    def run(self):
+        super().run()
+        if WHY_NOT is not None:
+            print(f"mindspeed_kda: without the native CUDA library: {WHY_NOT}", file=sys.stderr)
+            return
+        folder = ROOT / "cuda_kernels" if self.editable_mode else Path(self.build_lib) / "mindspeed_kda/cuda_kernels"
+        if not (folder / BUILD.LIBRARY).is_file() or BUILD.config().BUILD_CUDA.flag():
+            BUILD.build(folder)
+
+
+class WheelOfOnePlatform(bdist_wheel):
+    """The library calls no Python, so its wheel serves every version on this platform."""
+
+    def get_tag(self):
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if WHY_NOT is not None else ("py3", "none", platform)
+
+
+class MaybeNative(Distribution):
+    def has_ext_modules(self):
+        return WHY_NOT is None
+
 
 setup(
     name="mindspeed_kda",
@@ -42,8 +106,10 @@ setup(
     package_dir=package_dir,
     package_data={
         "mindspeed_kda": ["py.typed"],
-        "mindspeed_kda.cuda_kernels": ["*.so", "**/*.cu", "**/*.cuh", "**/*.h"],
+        "mindspeed_kda.cuda_kernels": ["*.so", "**/*.cu", "**/*.cuh", "**/*.h", "**/*.cpp"],
     },
+    cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfOnePlatform},
+    distclass=MaybeNative,
     python_requires=">=3.10",
     install_requires=["torch>=2.7", "numpy>=1.26"],
     extras_require={

@@ -53,6 +53,7 @@ stage "ruff format" "$VENV/bin/ruff" format --check .
 stage "ruff check" "$VENV/bin/ruff" check .
 stage "mypy" "$PY" -m mypy
 stage "ascend-check" "$PY" -m mindspeed_kda ascend-check
+stage "nvcc report" "$PY" ci/nvcc_report.py
 stage "pytest" "$PY" -m pytest -n 2 -m "not gpu and not npu"
 stage "trainers" trainers_end
 finish

@@ -53,6 +53,14 @@ BUILD_CUDA = Variable(
     "",
     "At install time. `1`: build the native CUDA library or fail; `0`: do not; unset: build it where a compiler is.",
 )
+CUDA_LIBRARY = Variable(
+    "MINDSPEED_KDA_CUDA_LIBRARY",
+    "",
+    "Path of the native CUDA library to load; unset: the one installed with the package.",
+)
+CUDA_HOME = Variable(
+    "CUDA_HOME", "", "CUDA's own. At install time, the toolkit whose `bin/nvcc` builds the native library."
+)
 TRITON_INTERPRET = Variable(
     "TRITON_INTERPRET",
     "",
@@ -70,6 +78,8 @@ TABLE: tuple[Variable, ...] = (
     BACKEND,
     VALIDATE,
     BUILD_CUDA,
+    CUDA_LIBRARY,
+    CUDA_HOME,
     TRITON_INTERPRET,
     ASCEND_HOME_PATH,
     ASCEND_TOOLKIT_HOME,

@@ -71,6 +71,7 @@ class Registry:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._backends: dict[str, dict[str, Backend]] = {}
+        self._best: dict[tuple[str, str], Backend] = {}  # first in rank by op and device type, once it was chosen
         self._logged: set[tuple[str, str, tuple[Rejection, ...]]] = set()
         self._entry_points_loaded = False
         self._entry_points_loading = False
@@ -84,11 +85,13 @@ class Registry:
             if backend.name in of_op and not replace:
                 raise ValueError(f"backend: {backend.name!r} is already registered for {backend.op}")
             of_op[backend.name] = backend
+            self._best.clear()
         return backend
 
     def unregister(self, op: str, name: str) -> None:
         with self._lock:
             self._backends.get(op, {}).pop(name, None)
+            self._best.clear()
 
     def ops(self) -> tuple[str, ...]:
         self._load_entry_points()
@@ -106,7 +109,15 @@ class Registry:
     def choose(self, op: str, call: Any, device_type: str, request: str | None = None) -> Backend:
         """The backend for this call. ``request`` is the ``backend=`` argument."""
         requested, source = _requested(request)
+        if requested is None:
+            best = self._best.get((op, device_type))
+            if best is not None and best.why_not(call) is None:
+                return best
         choice = select(self.of(op), op, call, device_type, requested, source)
+        if requested is None and not choice.rejected:
+            with self._lock:
+                if self._backends[op].get(choice.backend.name) is choice.backend:
+                    self._best[op, device_type] = choice.backend
         if choice.rejected:
             self._log_once(op, choice)
         return choice.backend

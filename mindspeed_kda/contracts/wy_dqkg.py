@@ -6,7 +6,7 @@ The table of shapes and dtypes stands in the public function's docstring (``mind
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,17 @@ def check(
     state_v_first: bool = False,
 ) -> WyDqkgCall:
     """Validates one call. Raises ValueError or TypeError; runs no kernel and reads device values only if asked to."""
+    # One look first, since this runs before every launch; the steps below say what is wrong where it finds anything.
+    NT = _obvious_chunks(
+        q, k, v, v_new, g, beta, A, h, do, dh, dv, cu_seqlens, chunk_size, chunk_indices, state_v_first
+    )
+    if NT >= 0:
+        B, T, H, K = q.shape
+        return WyDqkgCall(
+            q, k, v, v_new, g, beta, A, h, do, dh, dv,
+            checks.scale(scale, K),
+            cu_seqlens, chunk_indices, state_v_first, B, T, H, v.shape[2], K, v.shape[3], chunk_size, NT,
+        )  # fmt: skip
     named = {"q": q, "k": k, "v": v, "v_new": v_new, "g": g, "beta": beta, "A": A, "h": h, "do": do, "dh": dh, "dv": dv}
     for name, value in named.items():
         checks.tensor(name, value)
@@ -158,6 +169,68 @@ def check(
         checks.scale(scale, K),
         cu_seqlens, chunk_indices, state_v_first, B, T, H, HV, K, V, BT, NT,
     )  # fmt: skip
+
+
+def _obvious_chunks(
+    q: Any, k: Any, v: Any, v_new: Any, g: Any, beta: Any, A: Any, h: Any, do: Any, dh: Any, dv: Any,
+    cu_seqlens: Any, chunk_size: Any, chunk_indices: Any, state_v_first: Any,
+) -> int:  # fmt: skip
+    """NT of a call with nothing to say about it; -1 where ``check`` has to look closer, for an error or for values."""
+    for t in (q, k, v, v_new, g, beta, A, h, do, dh, dv):
+        if (type(t) is not Tensor and type(t) is not torch.nn.Parameter) or t.layout is not torch.strided:
+            return -1
+    qs, vs, hs, where, main, state = q.shape, v.shape, h.shape, q.device, q.dtype, h.dtype
+    if len(qs) != 4 or len(vs) != 4 or len(hs) != 5 or type(chunk_size) is not int or type(state_v_first) is not bool:
+        return -1
+    B, T, H, K = qs
+    HV, V, NT = vs[2], vs[3], hs[1]
+    if cu_seqlens is None:
+        if chunk_indices is not None or chunk_size not in checks.CHUNK_SIZES or chunks.cdiv(T, chunk_size) != NT:
+            return -1
+    else:
+        if type(cu_seqlens) is not Tensor or cu_seqlens.layout is not torch.strided:
+            return -1
+        if cu_seqlens.device != where or checks.values_readable(cu_seqlens):
+            return -1
+        if cu_seqlens.dtype not in checks.INDEX_DTYPES or cu_seqlens.dim() != 1 or B != 1 or cu_seqlens.shape[0] < 1:
+            return -1
+        if chunk_size not in checks.CHUNK_SIZES or chunks.max_chunks(T, cu_seqlens.shape[0] - 1, chunk_size) < NT:
+            return -1
+        if chunk_indices is not None and (
+            type(chunk_indices) is not Tensor
+            or chunk_indices.layout is not torch.strided
+            or chunk_indices.dtype not in checks.INDEX_DTYPES
+            or chunk_indices.shape != (NT, 2)
+            or chunk_indices.device != where
+        ):
+            return -1
+    row = (B, T, HV)
+    fine = (
+        1 <= K <= checks.MAX_HEAD_SIZE
+        and 1 <= V <= checks.MAX_HEAD_SIZE
+        and HV > 0 < H
+        and HV % H == 0
+        and k.shape == qs
+        and vs[0] == B
+        and vs[1] == T
+        and v_new.shape == vs
+        and do.shape == vs
+        and dv.shape == vs
+        and g.shape == (*row, K)
+        and beta.shape == row
+        and A.shape == (*row, chunk_size)
+        and hs == ((B, NT, HV, V, K) if state_v_first else (B, NT, HV, K, V))
+        and dh.shape == hs
+        and main in MAIN_DTYPES
+        and main is k.dtype is v.dtype is v_new.dtype is do.dtype is dv.dtype is A.dtype
+        and g.dtype is wide(main)
+        and (beta.dtype is main or beta.dtype is g.dtype)
+        and (state is main or state is g.dtype)
+        and dh.dtype is state
+        and where == k.device == v.device == v_new.device == do.device == dv.device == A.device == g.device
+        and where == beta.device == h.device == dh.device
+    )
+    return NT if fine else -1
 
 
 def _check_chunk_indices(t: object, cu_seqlens: Tensor | None, NT: int, BT: int, where: torch.device) -> int:

@@ -1,0 +1,52 @@
+// The only table of tile sizes and shared-memory budgets, read by the kernels, their launches and the tests.
+#pragma once
+
+namespace kda {
+
+constexpr int kRows = 64;  // rows of a tile: the largest chunk
+
+// One CTA handles one chunk of one value head. A warp owns all 64 rows of 8 kTilesN key columns per pass, so what it
+// reads of do, v_new and dv from shared memory serves that many columns.
+//
+// 16-bit: two passes of 64 key columns, so that the three fp32 accumulators of a pass take 48 registers and two CTAs of
+// 128 registers a thread share a multiprocessor. fp32: the split operands double the work per shared-memory read, so
+// each read serves 16 columns in one pass; one CTA per multiprocessor at K = V = 128, two at 64.
+template <int kBytes, int kHeadK, int kHeadV>
+struct WyTile {
+    static constexpr int kWarps = 8;
+    static constexpr int kThreads = 32 * kWarps;
+    static constexpr int kTilesN = (kBytes == 4 && kHeadK == 128) ? 2 : 1;
+    static constexpr int kPassColumns = 8 * kWarps * kTilesN;
+    static constexpr int kPasses = kHeadK / kPassColumns;
+    static constexpr int kBlocksPerSm = (kBytes == 4 && kHeadK == 128) ? 1 : 2;
+    // Blocks (two steps each) of h and dh in flight per lane: all of a pass, 64 registers, where 16-bit operands meet
+    // an fp32 state; two elsewhere, which measures better than four.
+    template <int kStateBytes>
+    static constexpr int kStateDepth = kBytes == 2 && kStateBytes == 4 ? 4 : 2;
+    // Groups of 16 rows of g in flight per lane.
+    static constexpr int kGroupsAhead = kBytes == 2 ? 4 : 2;
+    // q and k by cp.async with the other tiles, each where dw and kg of its pass go later; in fp32, where shared memory
+    // is short, by each lane when it needs them.
+    static constexpr bool kQkInShared = kBytes == 2;
+
+    // Shared memory. v takes the place of do, M and M A^T those of tiles that are done with.
+    static constexpr int kValueTile = kRows * kHeadV * kBytes;
+    static constexpr int kPassTile = kRows * kPassColumns * kBytes;
+    static constexpr int kDo = 0;
+    static constexpr int kVNew = kDo + kValueTile;
+    static constexpr int kDv = kVNew + kValueTile;
+    static constexpr int kA = kDv + kValueTile;
+    static constexpr int kSide = kA + kRows * kRows * kBytes;  // dw and kg of each pass, or kg alone
+    static constexpr int kPartial = kSide + (kQkInShared ? 2 * kPasses : 1) * kPassTile;  // [kWarps][kRows] fp32 of db
+    static constexpr int kBeta = kPartial + kWarps * kRows * 4;                           // [kRows] fp32
+    static constexpr int kOrigin = kBeta + kRows * 4;  // first rows of the tensors, 2 x 64 bits
+    static constexpr int kBytesTotal = kOrigin + 16;
+    static constexpr int kM = kQkInShared ? kVNew : kDo;  // over v where v_new's place holds an operand of M
+    static constexpr int kMA = kQkInShared ? kDo : kVNew;
+
+    static_assert(kHeadK % kPassColumns == 0, "the passes cover the key columns");
+    static_assert(kQkInShared || (kPasses == 1 && kPassTile <= kValueTile), "dw fits in v_new's place");
+    static_assert(kRows * kRows * kBytes <= kValueTile, "M and M A^T fit in a value tile");
+};
+
+}  // namespace kda

@@ -1,0 +1,37 @@
+// Chooses the instance for a call and launches it. Included by one translation unit per main dtype.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "kernel.cuh"
+#include "launch.h"
+
+namespace kda {
+
+template <class T, class S, int kHeadK, int kHeadV, bool kExact>
+cudaError_t launch_instance(const WyParams& p, cudaStream_t stream) {
+    using Cfg = WyTile<sizeof(T), kHeadK, kHeadV>;
+    constexpr int kShared = Cfg::kBytesTotal;
+    const auto kernel = wy_dqkg_kernel<T, S, kHeadK, kHeadV, kExact>;
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    static bool prepared[64] = {};  // per device; setting it twice from two threads is harmless
+    if (device >= 64 || !prepared[device]) {
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
+        if (error != cudaSuccess) return error;
+        if (device < 64) prepared[device] = true;
+    }
+    const int64_t chunks = p.cu_seqlens != nullptr && p.NT == 0 ? 1 : p.B * p.NT;
+    kernel<<<static_cast<unsigned>(chunks * p.HV), Cfg::kThreads, kShared, stream>>>(p);
+    return cudaGetLastError();
+}
+
+template <class T, class S>
+cudaError_t launch_state(const WyParams& p, bool aligned, cudaStream_t stream) {
+    if (aligned && !p.v_first && p.K == 128 && p.V == 128) return launch_instance<T, S, 128, 128, true>(p, stream);
+    if (aligned && !p.v_first && p.K == 64 && p.V == 64) return launch_instance<T, S, 64, 64, true>(p, stream);
+    return launch_instance<T, S, 128, 128, false>(p, stream);
+}
+
+}  // namespace kda

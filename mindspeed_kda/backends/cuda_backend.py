@@ -1,0 +1,142 @@
+"""Backend ``cuda``: the native library of cuda_kernels, for NVIDIA GPUs of compute capability 8.0 and later."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_kda import config
+from mindspeed_kda.contracts import wy_dqkg
+from mindspeed_kda.contracts.wy_dqkg import WyDqkgCall, WyDqkgGrads
+from mindspeed_kda.registry import Backend, Registry
+
+NAME = "cuda"
+LIBRARY = "libmindspeed_kda_cuda.so"
+MIN_TORCH = (2, 10)
+"""The first torch with the stable ABI that the library is built on."""
+MIN_CAPABILITY = (8, 0)
+MAX_HEAD_SIZE = 128
+MAX_ROW = 2**31 // 64
+"""Elements of a token's row (HV times the larger head size): offsets inside a chunk are 32-bit."""
+WIDE_SHARED_BYTES = 147 << 10
+"""Shared memory of a CTA for fp32 with K or V over 64, or not 64 both (cuda_kernels/common/tiles.h)."""
+SHARED_BYTES = 92 << 10
+"""And otherwise."""
+
+
+def library_path() -> Path:
+    """Where the library is looked for; it need not exist."""
+    chosen = config.CUDA_LIBRARY.read()
+    if chosen:
+        return Path(chosen)
+    spec = importlib.util.find_spec("mindspeed_kda.cuda_kernels")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    return Path(folders[0]) / LIBRARY if folders else Path(LIBRARY)
+
+
+def available() -> str | None:
+    path = library_path()
+    if not path.is_file():
+        return (
+            f"the native library is not there ({path.name}): the package was installed without a CUDA compiler; "
+            f"install it again with {config.BUILD_CUDA.name}=1, which says what is missing"
+        )
+    version = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
+    if version < MIN_TORCH:
+        return f"torch: expected {MIN_TORCH[0]}.{MIN_TORCH[1]} or later, got {torch.__version__}"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return None
+
+
+@functools.cache
+def _usable() -> bool:
+    """Whether ``available`` said yes; a yes is remembered, since it costs a look at the disk."""
+    reason = available()
+    if reason is not None:
+        raise LookupError(reason)
+    return True
+
+
+@functools.cache
+def _unfit_device(index: int | None) -> str | None:
+    capability = torch.cuda.get_device_capability(index)
+    if capability < MIN_CAPABILITY:
+        return f"device: expected compute capability {'.'.join(map(str, MIN_CAPABILITY))} or later, got " + ".".join(
+            map(str, capability)
+        )
+    return None
+
+
+@functools.cache
+def _shared_bytes(index: int | None) -> int:
+    properties: Any = torch.cuda.get_device_properties(index)  # a field that its stub does not know
+    return int(properties.shared_memory_per_block_optin)
+
+
+def supports(call: WyDqkgCall) -> str | None:
+    q = call.q
+    dtype, K, V = q.dtype, call.K, call.V
+    if dtype is torch.float64:
+        return "q: expected float16, bfloat16 or float32, got float64"
+    if not q.is_cuda:
+        return f"tensors: expected device cuda, got {q.device.type}"
+    try:
+        _usable()
+    except LookupError as error:
+        return str(error)
+    index = q.get_device()
+    reason = _unfit_device(index)
+    if reason is not None:
+        return reason
+    if K > MAX_HEAD_SIZE or V > MAX_HEAD_SIZE:
+        return f"q, v: expected K and V up to {MAX_HEAD_SIZE}, got K = {K} and V = {V}"
+    if call.HV * max(K, V, call.BT) > MAX_ROW:
+        return f"v: expected HV * max(K, V) up to {MAX_ROW}, got HV = {call.HV}"
+    need = WIDE_SHARED_BYTES if dtype is torch.float32 and not K == V == 64 else SHARED_BYTES
+    if _shared_bytes(index) < need:
+        return f"device: expected {need} bytes of shared memory a block for this call, got {_shared_bytes(index)}"
+    return None
+
+
+@functools.cache
+def _load_wy_dqkg() -> Callable[[WyDqkgCall], WyDqkgGrads]:
+    torch.ops.load_library(str(library_path()))
+    op = torch.ops.mindspeed_kda_cuda.wy_dqkg.default
+
+    @torch.library.register_fake("mindspeed_kda_cuda::wy_dqkg")
+    def _(
+        q: Any, k: Any, v: Any, v_new: Any, g: Any, beta: Any, A: Any, h: Any, d_o: Any, dh: Any, dv: Any,
+        cu_seqlens: Any, chunk_indices: Any, scale: float, state_v_first: bool,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        (B, T, _, K), (HV, V), wide = q.shape, v.shape[2:], torch.float32
+        return (
+            q.new_empty((B, T, HV, K), dtype=wide),
+            q.new_empty((B, T, HV, K), dtype=wide),
+            q.new_empty((B, T, HV, V)),
+            q.new_empty((B, T, HV), dtype=wide),
+            q.new_empty((B, T, HV, K), dtype=wide),
+            q.new_empty((B, T, HV, A.shape[3]), dtype=wide),
+        )
+
+    def run(c: WyDqkgCall) -> WyDqkgGrads:
+        cu, indices = c.cu_seqlens, c.chunk_indices
+        return WyDqkgGrads._make(
+            op(
+                c.q.contiguous(), c.k.contiguous(), c.v.contiguous(), c.v_new.contiguous(), c.g.contiguous(),
+                c.beta.contiguous(), c.A.contiguous(), c.h.contiguous(), c.do.contiguous(), c.dh.contiguous(),
+                c.dv.contiguous(), None if cu is None else cu.contiguous(),
+                None if indices is None else indices.contiguous(), c.scale, c.state_v_first,
+            )
+        )  # fmt: skip
+
+    return run
+
+
+def register(registry: Registry) -> None:
+    registry.register(Backend(wy_dqkg.OP, NAME, supports, _load_wy_dqkg, available=available, priority={"cuda": 100}))

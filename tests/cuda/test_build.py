@@ -1,0 +1,115 @@
+"""The native library's build and backend without a GPU: what is found, what is refused, how ptxas reports are read."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_kda import config
+from mindspeed_kda.backends import cuda_backend
+from mindspeed_kda.contracts import wy_dqkg
+from mindspeed_kda.testing.inputs import wy_inputs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+build = load(ROOT / "cuda_kernels/build.py")
+report = load(ROOT / "ci/nvcc_report.py")
+
+PTXAS = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN3kda14wy_dqkg_kernelI6__halffLi128ELi128ELb1EEEvNS_8WyParamsE' for 'sm_90a'
+ptxas info    : Function properties for _ZN3kda14wy_dqkg_kernelI6__halffLi128ELi128ELb1EEEvNS_8WyParamsE
+    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used 128 registers, used 1 barriers
+ptxas info    : Compile time = 3.1 ms
+"""
+
+
+@pytest.mark.parametrize(("figures", "clean"), [((0, 0, 0), True), ((8, 0, 0), False), ((8, 4, 4), False)])
+def test_a_report_is_read_and_spills_show(figures, clean):
+    (kernel,) = report.parse(PTXAS.format(stack=figures[0], stores=figures[1], loads=figures[2]))
+    assert (kernel.target, kernel.registers, kernel.stack, kernel.spill_stores, kernel.spill_loads) == (
+        "sm_90a", 128, *figures,
+    )  # fmt: skip
+    assert kernel.clean is clean
+    assert report.readable(kernel.name) == "wy_dqkg_kernel<half, float, 128, 128, 1>"
+
+
+def test_a_report_without_figures_is_an_error():
+    text = PTXAS.format(stack=0, stores=0, loads=0)
+    for cut in ("Used 128", "bytes stack frame"):
+        broken = "\n".join(line for line in text.splitlines() if cut not in line)
+        with pytest.raises(ValueError, match=r"no (figures|stack)"):
+            report.parse(broken)
+    assert report.parse("nothing to see") == []
+
+
+def test_building_imports_no_torch_and_asks_for_no_gpu():
+    code = (
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('b', {str(ROOT / 'cuda_kernels/build.py')!r})\n"
+        "m = importlib.util.module_from_spec(spec); sys.modules['b'] = m; spec.loader.exec_module(m)\n"
+        "print(m.find_torch_headers()); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (Path(done.stdout.strip()) / "torch/csrc/stable/library.h").is_file()
+
+
+def test_headers_of_an_older_torch_are_refused(monkeypatch, tmp_path):
+    (tmp_path / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
+    monkeypatch.setattr(build, "find_package", lambda name: [tmp_path])
+    with pytest.raises(build.UnavailableError, match=r"expected torch >= 2\.10, got 2\.9\.1\+cpu"):
+        build.find_torch_headers()
+    monkeypatch.setattr(build, "find_package", lambda name: [])
+    with pytest.raises(build.UnavailableError, match="torch is not installed"):
+        build.find_torch_headers()
+
+
+def test_the_toolkit_of_cuda_home_comes_first(monkeypatch, tmp_path):
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert build.find_toolkit() == (nvcc, "CUDA_HOME")
+
+
+def test_every_source_of_the_library_is_compiled():
+    sources = {str(p.relative_to(ROOT / "cuda_kernels")) for p in (ROOT / "cuda_kernels").rglob("*.c[up]*")}
+    sources = {s for s in sources if s.endswith((".cu", ".cpp"))}
+    assert sources == {*build.KERNEL_SOURCES, *build.BIND_SOURCES}
+
+
+def test_without_the_library_the_reason_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv(config.CUDA_LIBRARY.name, str(tmp_path / "none.so"))
+    reason = cuda_backend.available()
+    assert "none.so" in reason
+    assert config.BUILD_CUDA.name in reason
+
+
+def test_an_older_torch_is_declined(monkeypatch, tmp_path):
+    library = tmp_path / "some.so"
+    library.touch()
+    monkeypatch.setenv(config.CUDA_LIBRARY.name, str(library))
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    assert cuda_backend.available() == "torch: expected 2.10 or later, got 2.9.1+cu128"
+
+
+@pytest.mark.parametrize(("dtype", "part"), [(torch.float64, "got float64"), (torch.float32, "got cpu")])
+def test_what_the_predicate_says_about_a_call(dtype, part):
+    assert part in cuda_backend.supports(wy_dqkg.check(**wy_inputs(T=16, H=1, K=8, V=8, BT=16, dtype=dtype)))

@@ -1,0 +1,175 @@
+"""The native kernel on an NVIDIA GPU against float64: shapes, dtypes, packed calls, large tensors, graphs, streams."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mindspeed_kda import chunk_kda_bwd_wy_dqkg_fused as op
+from mindspeed_kda.contracts import wy_dqkg
+from mindspeed_kda.testing.covering import pairwise
+from mindspeed_kda.testing.inputs import wy_inputs
+from mindspeed_kda.testing.wy_check import assert_right
+
+pytestmark = pytest.mark.gpu
+
+AXES = {
+    "T": (1, 15, 17, 63, 64, 65, 127, 300),
+    "KV": ((60, 64), (64, 64), (100, 128), (128, 128), (128, 60), (1, 3)),
+    "dtype": (torch.bfloat16, torch.float16, torch.float32),
+    "BT": (16, 32, 64),
+    "heads": ((1, 1), (2, 4)),
+    "state": ("float32", "main"),
+    "state_v_first": (False, True),
+    "beta": ("float32", "main"),
+    "lengths": (None, [0, 65, 1, 63, 300]),
+    "index": (torch.int32, torch.int64),
+}
+SPARE = 4
+"""Tokens after the last packed sequence."""
+
+
+def inputs_of(case, device="cuda"):
+    (H, HV), (K, V), main, lengths = case["heads"], case["KV"], case["dtype"], case["lengths"]
+    return wy_inputs(
+        B=2 if lengths is None else 1, T=case["T"] if lengths is None else sum(lengths) + SPARE, H=H, HV=HV, K=K, V=V,
+        BT=case["BT"], dtype=main, state_dtype=main if case["state"] == "main" else torch.float32,
+        beta_dtype=main if case["beta"] == "main" else torch.float32, state_v_first=case["state_v_first"],
+        lengths=lengths, cu_dtype=case["index"], device=device, seed=case["T"],
+    )  # fmt: skip
+
+
+def native(kwargs):
+    return op(**kwargs, backend="cuda")
+
+
+MAIN = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+
+
+@pytest.mark.parametrize("case", pairwise(AXES), ids=lambda c: ",".join(str(v).replace(" ", "") for v in c.values()))
+def test_against_float64(case):
+    kwargs = inputs_of(case)
+    if case["lengths"] is not None:
+        for name in ("q", "k", "v", "v_new", "g", "beta", "A", "do", "dv"):
+            kwargs[name][:, -SPARE:] = float("nan")
+    assert_right(native(kwargs), kwargs)
+
+
+INSTANCES = [
+    (main, state, K)
+    for main in (torch.float16, torch.bfloat16, torch.float32)
+    for state in dict.fromkeys((main, torch.float32))
+    for K in (64, 100, 128)
+]
+
+
+@pytest.mark.parametrize(("main", "state", "K"), INSTANCES, ids=str)
+def test_every_instance(main, state, K):
+    """Small on purpose: also what compute-sanitizer runs (`-k every_instance`)."""
+    for lengths in (None, [65, 0, 3]):
+        kwargs = wy_inputs(
+            T=70, H=1, HV=2, K=K, V=K, dtype=main, state_dtype=state, lengths=lengths, device="cuda", seed=K
+        )  # fmt: skip
+        assert_right(native(kwargs), kwargs)
+
+
+@MAIN
+@pytest.mark.parametrize("K", [64, 128])
+def test_fifty_runs_are_bitwise_equal(dtype, K):
+    kwargs = wy_inputs(T=300, H=4, K=K, V=K, dtype=dtype, device="cuda")
+    first = native(kwargs)
+    for _ in range(49):
+        assert all(torch.equal(a, b) for a, b in zip(first, native(kwargs), strict=True))
+
+
+@MAIN
+def test_columns_past_a_tail_chunk_may_hold_anything(dtype):
+    kwargs = wy_inputs(T=70, H=2, K=128, V=128, dtype=dtype, device="cuda")
+    clean = native(kwargs)
+    kwargs["A"][:, 64:, :, 6:] = float("nan")
+    assert all(torch.equal(a, b) for a, b in zip(clean, native(kwargs), strict=True))
+
+
+@MAIN
+def test_strided_and_misaligned_inputs(dtype):
+    kwargs = wy_inputs(T=70, H=2, K=128, V=128, dtype=dtype, device="cuda")
+    clean = native(kwargs)
+    odd = torch.empty(kwargs["v"].numel() + 1, dtype=dtype, device="cuda")[1:].view(kwargs["v"].shape)
+    odd.copy_(kwargs["v"])
+    wide = kwargs["do"].repeat(1, 1, 1, 2)[..., :128]
+    got = native({**kwargs, "v": odd, "do": wide})
+    for a, b in zip(clean, got, strict=True):  # the element-wise instance adds in the same order
+        assert torch.equal(a, b)
+
+
+def test_many_short_sequences_are_found_without_indices():
+    lengths = [1 + (7 * i) % 5 for i in range(700)]
+    kwargs = wy_inputs(
+        T=sum(lengths) + 3, H=1, K=64, V=64, BT=16, dtype=torch.float16, lengths=lengths, device="cuda"
+    )  # fmt: skip
+    assert_right(native(kwargs), kwargs)
+
+
+def test_no_sequence_has_a_token():
+    kwargs = wy_inputs(T=5, H=1, K=64, V=64, dtype=torch.float16, lengths=[0, 0], device="cuda")
+    assert all((x == 0).all() for x in native(kwargs))
+
+
+def test_a_cuda_graph_replays_it_on_a_side_stream():
+    kwargs = wy_inputs(T=130, H=2, K=128, V=128, dtype=torch.bfloat16, lengths=[63, 65], device="cuda")
+    expected = native(kwargs)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        native(kwargs)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        got = native(kwargs)
+    for x in got:
+        x.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_torch_compile_keeps_one_graph():
+    kwargs = wy_inputs(T=70, H=2, K=128, V=128, dtype=torch.float16, device="cuda")
+    compiled = torch.compile(lambda kw: op(**kw, backend="cuda")[0] + 1, fullgraph=True)
+    assert torch.equal(compiled(kwargs), native(kwargs)[0] + 1)
+
+
+def test_the_operator_has_a_fake():
+    kwargs = wy_inputs(T=70, H=2, K=64, V=64, dtype=torch.float16, device="cuda")
+    c = wy_dqkg.check(**kwargs)
+    native(kwargs)
+    arguments = (c.q, c.k, c.v, c.v_new, c.g, c.beta, c.A, c.h, c.do, c.dh, c.dv, None, None, c.scale, False)
+    torch.library.opcheck(torch.ops.mindspeed_kda_cuda.wy_dqkg.default, arguments)
+
+
+def test_memory_beyond_the_outputs():
+    kwargs = wy_inputs(T=256, H=4, K=128, V=128, dtype=torch.bfloat16, device="cuda")
+    native(kwargs)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = native(kwargs)
+    own = sum(-(-x.numel() * x.element_size() // 512) * 512 for x in out)
+    assert torch.cuda.max_memory_allocated() - before - own <= 1 << 20
+
+
+def test_more_than_two_to_the_31_elements():
+    """h alone has 2^31 + 2^27 elements; the last chunks are compared with a call of their own."""
+    if torch.cuda.mem_get_info()[0] < 40 << 30:
+        pytest.skip("needs 40 GB of free device memory")
+    T, H, K = 17 << 12, 128, 128
+    small = wy_inputs(T=64, H=H, K=K, V=K, dtype=torch.bfloat16, state_dtype=torch.bfloat16, device="cuda")
+    big = {}
+    for name, x in small.items():
+        big[name] = x
+        if isinstance(x, torch.Tensor):
+            big[name] = x.repeat(1, T // 64, *(1 for _ in x.shape[2:]))
+    assert big["h"].numel() > 2**31
+    expected, got = native(small), native(big)
+    for a, b in zip(expected, got, strict=True):
+        assert torch.equal(a, b[:, -64:])
+        assert torch.equal(a, b[:, :64])
