@@ -65,10 +65,10 @@ def specs(config: Config, target: Target) -> Iterator[KernelSpec]:
     yield _spec(bare, "prepare", "plain", NORM=0)
     for sizes, variant in ((full, ""), (bare, "plain")):
         yield _spec(sizes, "intra", variant)
-        yield _spec(sizes, "scan", f"{variant} output".strip(), OUT=True, KEEP=False)
+        yield _spec(sizes, "scan", f"{variant} output".strip(), ("h", "v_new"), OUT=True, KEEP=False)
         yield _spec(sizes, "scan_bwd", variant)
         yield from (_spec(sizes, "grads", f"{variant} {_part(f)}".strip(), **f) for f in pair_parts(sizes))
-    yield _spec(full, "scan", "states", OUT=False, KEEP=True, HAS_HT=False)
+    yield _spec(full, "scan", "states", ("o", "ht"), OUT=False, KEEP=True, HAS_HT=False)
     yield _spec(full, "scan", "output and states", OUT=True, KEEP=True)
     yield _spec(full, "values")
     yield _spec(full, "states")
@@ -87,8 +87,10 @@ def _part(flags: dict[str, bool]) -> str:
     return "rows" if flags["ROWS"] else "columns"
 
 
-def _spec(sizes: Sizes, stage: str, variant: str = "", **flags: int) -> KernelSpec:
-    return _kernel_spec(STAGES[stage], types(sizes), constants(sizes, stage, **flags), variant)
+def _spec(sizes: Sizes, stage: str, variant: str = "", absent: tuple[str, ...] = (), **flags: int) -> KernelSpec:
+    """``absent``: tensors that this launch does without."""
+    runtime = types(sizes) | dict.fromkeys(absent)
+    return _kernel_spec(STAGES[stage], runtime, constants(sizes, stage, **flags), variant)
 
 
 def _kernel_spec(stage: Stage, runtime: dict[str, str | None], fixed: dict[str, object], variant: str) -> KernelSpec:
