@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(["", *report.failures(rows)]).rstrip())
         print(f"{report.closing(rows, time.perf_counter() - started)}\n{report.DISCLAIMER}")
     if out is not None:
-        _write(out / "docs" / "ascend_check.md", report.markdown(rows, versions))
+        _write(out / "docs" / "ascend_check.md", report.markdown(rows, versions, args.full))
         values = report.as_json(rows, versions)
         _write(out / "benchmarks" / "results" / "ascend_check.json", report.json_lines(values))
     return int(any(row.failed for row in rows))

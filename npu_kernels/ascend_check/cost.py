@@ -63,7 +63,7 @@ class Cost:
         """All counts divided, launches left as they are."""
 
         def divide(counter: Counter[str]) -> Counter[str]:
-            return Counter({key: value / by for key, value in counter.items()})  # type: ignore[misc]
+            return Counter({key: value / by for key, value in counter.items()})
 
         return Cost(
             divide(self.read), divide(self.written), self.workspace / by, divide(self.macs), divide(self.vector),

@@ -42,18 +42,30 @@ def measure(specs: Sequence[KernelSpec], target: Target, jobs: int = 1) -> list[
     """Compiles and counts each spec; launches of one stage are added up.
 
     Raises RuntimeError for a kernel that does not compile, ExecutionError for one that cannot be counted."""
-    counted: dict[str, Cost] = {}
+    found = []
     with tempfile.TemporaryDirectory(prefix="ascend_cost_") as name:
         tasks = [Task(spec, target, Path(name) / str(i)) for i, spec in enumerate(specs)]
         reports = dict(run_all(tasks, jobs))
         for i, spec in enumerate(specs):
             if reports[i].stopped_in is not None:
                 raise RuntimeError(f"{spec.stage} does not compile for {target.name}: {reports[i].error}")
-            final = Path(name) / str(i) / "temps" / "module.hivm.opt.mlir"
-            module = hivm.parse_module(final.read_text(encoding="utf-8"))
-            cost = count(module, dict(spec.signature), dict(spec.scalars)).scaled(spec.per)
-            counted[spec.stage] = counted[spec.stage].plus(cost) if spec.stage in counted else cost
-    return [Counted(stage, cost) for stage, cost in counted.items()]
+            found.append(counted_in(Path(name) / str(i), spec))
+    return by_stage(found)
+
+
+def counted_in(folder: Path, spec: KernelSpec) -> Counted:
+    """The cost of the kernel whose compilation was kept in that folder."""
+    text = (folder / "temps" / "module.hivm.opt.mlir").read_text(encoding="utf-8")
+    cost = count(hivm.parse_module(text), dict(spec.signature), dict(spec.scalars), spec.blocks)
+    return Counted(spec.stage, cost.scaled(spec.per))
+
+
+def by_stage(found: Sequence[Counted]) -> list[Counted]:
+    """Launches of one stage added up, stages in order of their first launch."""
+    sums: dict[str, Cost] = {}
+    for one in found:
+        sums[one.stage] = sums[one.stage].plus(one.cost) if one.stage in sums else one.cost
+    return [Counted(stage, cost) for stage, cost in sums.items()]
 
 
 def total(counted: Sequence[Counted]) -> Counted:

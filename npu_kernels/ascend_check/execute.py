@@ -291,7 +291,9 @@ class Machine:
         if any(not isinstance(value, int) for value in inputs):
             return OPAQUE
         results = self.maps[found.group(1)](inputs)
-        return {"affine.apply": lambda r: r[0], "affine.min": min, "affine.max": max}[name](results)
+        if name == "affine.apply":
+            return results[0]
+        return min(results) if name == "affine.min" else max(results)
 
 
 def _affine(dims: str, symbols: str, body: str) -> Callable[[list[int]], list[int]]:

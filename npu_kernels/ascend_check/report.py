@@ -114,12 +114,15 @@ def json_lines(value: dict[str, Any]) -> str:
     return re.sub(r'"rows": \[\]', lambda _: f'"rows": [\n{rows}\n]', head) + "\n"
 
 
-def markdown(rows: Sequence[Row], versions: dict[str, str]) -> str:
-    """The page ``docs/ascend_check.md``."""
+def markdown(rows: Sequence[Row], versions: dict[str, str], full: bool) -> str:
+    """The page ``docs/ascend_check.md``; ``full`` says whether the rows are the whole matrix."""
+    title, option = ("the whole support matrix", " --full") if full else ("a stratum of the support matrix", "")
+    targets = ",".join(dict.fromkeys(row.target.name for row in rows))
+    option += "" if len(targets.split(",")) == len(TARGETS) else f" --target {targets}"
     lines = [
-        "# Compile gate: the whole support matrix",
+        f"# Compile gate: {title}",
         "",
-        "Written by `python -m mindspeed_kda ascend-check --full --write .`; how to read it: [ascend.md](ascend.md).",
+        f"Written by `python -m mindspeed_kda ascend-check{option} --write .`; how to read it: [ascend.md](ascend.md).",
         "",
         f"{DISCLAIMER}",
         "",

@@ -49,7 +49,8 @@ class KernelSpec:
     ``signature`` names every argument in order, ``constexpr`` ones included; a pointer that is None at launch is a
     constexpr whose constant is None. ``stage`` is the row of the report, ``variant`` tells launches of one stage apart.
     ``options`` are Ascend launch options beside the defaults. For the cost report, ``scalars`` are the integers of a
-    launch on ``COST_CHUNKS`` full chunks of one sequence, and ``per`` its number of (chunk, value head) pairs.
+    launch on ``COST_CHUNKS`` full chunks of one sequence, ``per`` its number of (chunk, value head) pairs, and
+    ``blocks`` the grid on which all its tasks are walked.
     """
 
     op: str
@@ -61,6 +62,7 @@ class KernelSpec:
     options: tuple[tuple[str, Any], ...] = ()
     scalars: tuple[tuple[str, int], ...] = ()
     per: int = 1
+    blocks: int = 1
 
     @classmethod
     def of(
