@@ -106,7 +106,13 @@ setup(
     package_dir=package_dir,
     package_data={
         "mindspeed_kda": ["py.typed"],
-        "mindspeed_kda.cuda_kernels": ["*.so", "**/*.cu", "**/*.cuh", "**/*.h", "**/*.cpp"],
+        "mindspeed_kda.cuda_kernels": [
+            *(["*.so"] if WHY_NOT is None else []),
+            "**/*.cu",
+            "**/*.cuh",
+            "**/*.h",
+            "**/*.cpp",
+        ],
     },
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfOnePlatform},
     distclass=MaybeNative,

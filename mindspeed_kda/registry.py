@@ -72,6 +72,7 @@ class Registry:
         self._lock = threading.RLock()
         self._backends: dict[str, dict[str, Backend]] = {}
         self._best: dict[tuple[str, str], Backend] = {}  # first in rank by op and device type, once it was chosen
+        self._changes = 0
         self._logged: set[tuple[str, str, tuple[Rejection, ...]]] = set()
         self._entry_points_loaded = False
         self._entry_points_loading = False
@@ -85,13 +86,17 @@ class Registry:
             if backend.name in of_op and not replace:
                 raise ValueError(f"backend: {backend.name!r} is already registered for {backend.op}")
             of_op[backend.name] = backend
-            self._best.clear()
+            self._changed()
         return backend
 
     def unregister(self, op: str, name: str) -> None:
         with self._lock:
             self._backends.get(op, {}).pop(name, None)
-            self._best.clear()
+            self._changed()
+
+    def _changed(self) -> None:
+        self._best.clear()
+        self._changes += 1
 
     def ops(self) -> tuple[str, ...]:
         self._load_entry_points()
@@ -113,10 +118,11 @@ class Registry:
             best = self._best.get((op, device_type))
             if best is not None and best.why_not(call) is None:
                 return best
-        choice = select(self.of(op), op, call, device_type, requested, source)
+        changes, backends = self._changes, self.of(op)
+        choice = select(backends, op, call, device_type, requested, source)
         if requested is None and not choice.rejected:
             with self._lock:
-                if self._backends[op].get(choice.backend.name) is choice.backend:
+                if self._changes == changes:  # nobody registered another one meanwhile
                     self._best[op, device_type] = choice.backend
         if choice.rejected:
             self._log_once(op, choice)

@@ -34,6 +34,10 @@ def test_ranks_by_device_type(op, device):
     assert "torch" in names
 
 
+def test_the_op_has_all_three():
+    assert set(REGISTRY.of(wy_dqkg.OP)) >= BUILT_IN
+
+
 def test_every_op_is_a_public_function():
     assert all(callable(getattr(mindspeed_kda, op)) for op in REGISTRY.ops())
 

@@ -173,6 +173,34 @@ class TestAutomatic:
         for device in ("cuda", "cpu", "npu", "cuda"):
             assert select(backends, OP, CALL, device, None).backend.name == want[device]
 
+    def test_a_remembered_choice_follows_what_changes(self):
+        """The registry keeps the first in rank at hand; registering, removing and another answer all count."""
+        answers = {"best": None}
+        r = registry(
+            backend("torch", any=0),
+            Backend(OP, "best", lambda call: answers["best"], load=lambda: None, priority={"cpu": 5}),
+        )
+        assert [r.choose(OP, CALL, "cpu").name for _ in range(2)] == ["best", "best"]
+        answers["best"] = "not any more"
+        assert r.choose(OP, CALL, "cpu").name == "torch"
+        answers["best"] = None
+        assert r.choose(OP, CALL, "cpu").name == "best"
+        r.register(backend("better", cpu=9))
+        assert r.choose(OP, CALL, "cpu").name == "better"
+        r.unregister(OP, "better")
+        r.unregister(OP, "best")
+        assert r.choose(OP, CALL, "cpu").name == "torch"
+
+    def test_a_backend_registered_during_a_choice_is_not_missed_later(self):
+        r = Registry()
+
+        def slow(call):
+            if "better" not in r.of(OP):
+                r.register(backend("better", cpu=9))  # as another thread would, between the look and the answer
+
+        r.register(Backend(OP, "first", slow, load=lambda: None, priority={"cpu": 5}))
+        assert [r.choose(OP, CALL, "cpu").name for _ in range(3)] == ["first", "better", "better"]
+
 
 class TestPredicates:
     def test_an_error_inside_propagates(self):

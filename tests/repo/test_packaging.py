@@ -6,6 +6,7 @@ import email
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -29,13 +30,18 @@ def run(*command, cwd, **env):
     return done.stdout
 
 
+def copy_tree(target):
+    """What git does not ignore, so that no build product comes along."""
+    for f in files():
+        (target / f).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / f, target / f)
+
+
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory):
     """sdist of a copy of the tree, and the wheel built from that sdist: what is missing in the one is in neither."""
     copy, out = tmp_path_factory.mktemp("source") / "tree", tmp_path_factory.mktemp("dist")
-    for f in files():
-        (copy / f).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / f, copy / f)
+    copy_tree(copy)
     run(
         sys.executable, "-m", "build", "--no-isolation", "--outdir", out, copy,
         cwd=out, MINDSPEED_KDA_BUILD_CUDA="0",
@@ -95,6 +101,27 @@ def test_sdist_holds_what_a_build_needs(dist):
     with tarfile.open(path) as t:
         names = {n.partition("/")[2] for n in t.getnames()}
     assert {"setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "mindspeed_kda/config.py"} <= names
+
+
+@pytest.mark.parametrize("build", ["", "0"])
+def test_a_library_built_before_is_taken_along_in_a_wheel_of_its_platform(tmp_path, build):
+    """Unless it was declined: a wheel for every machine holds none."""
+    copy = tmp_path / "tree"
+    copy_tree(copy)
+    (copy / "cuda_kernels/libmindspeed_kda_cuda.so").write_bytes(b"built before")
+    run(
+        sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", tmp_path, copy,
+        cwd=tmp_path, MINDSPEED_KDA_BUILD_CUDA=build,
+    )  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    libraries = [n for n in zipfile.ZipFile(wheel).namelist() if n.endswith(".so")]
+    if build == "0":
+        assert wheel.name.endswith("-py3-none-any.whl")
+        assert libraries == []
+    else:
+        assert wheel.name.endswith(f"_{platform.machine()}.whl")
+        assert "-py3-none-" in wheel.name
+        assert libraries == ["mindspeed_kda/cuda_kernels/libmindspeed_kda_cuda.so"]
 
 
 def test_metadata(metadata):
