@@ -92,8 +92,12 @@ def _cost(args: argparse.Namespace, targets: list[Target], dtypes: list[str], ou
         for dtype in dtypes:
             config = cost_report.cost_config(dtype)
             specs = [spec for provider in matrix.load_providers() for spec in provider(config, target)]
+            silent = dict.fromkeys(spec.stage for spec in specs if not spec.scalars)
+            specs = [spec for spec in specs if spec.scalars]
             wanted = _names("--stage", args.stage, list(dict.fromkeys(spec.stage for spec in specs)))
             note(f"{target.name} {config.label()}")
+            if silent:
+                note(f"not counted, since their providers name no launch (KernelSpec.scalars): {', '.join(silent)}")
             try:
                 counted = cost_report.measure(
                     [spec for spec in specs if spec.stage in wanted], target, args.jobs or os.cpu_count() or 1
