@@ -19,6 +19,7 @@ triton = pytest.importorskip("triton")
 
 from mindspeed_kda.npu_kernels import launch as launching  # noqa: E402
 from mindspeed_kda.npu_kernels.ascend_check.toolchain import stand_in_driver  # noqa: E402
+from mindspeed_kda.npu_kernels.chunk_kda.specs import STAGES as chunk_kda_stages  # noqa: E402, N811
 from mindspeed_kda.npu_kernels.wy_dqkg import gate, plan  # noqa: E402
 
 NAMES = {torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
@@ -119,12 +120,13 @@ def test_warps_and_stages_are_given_to_cuda_alone():
 
 
 STAGES = ("main", "dv2_db", "dk_dg_db", "dA_pre", "dA_post_right", "dA_post_left", "zero_tail")
+ALL_STAGES = (*STAGES, *chunk_kda_stages)
 SIZES = (1, 15, 16, 17, 60, 64, 100, 128, 200, 256)
 
 
 def test_every_row_of_the_tile_table_is_reached():
     reached = set()
-    for target, bits, head, stage in itertools.product(tiling.TARGETS, (16, 32), SIZES, STAGES):
+    for target, bits, head, stage in itertools.product(tiling.TARGETS, (16, 32), SIZES, ALL_STAGES):
         reached.add(next(row for row in TABLE if row.serves(target, bits, head, stage)))
     assert reached == set(TABLE)
 
@@ -132,7 +134,7 @@ def test_every_row_of_the_tile_table_is_reached():
 @pytest.mark.parametrize("target", tiling.TARGETS)
 def test_every_tile_is_valid(target):
     """Powers of two of at least 16, none larger than the head needs, and a dA tile that divides the chunk."""
-    for bits, K, V, BT, stage in itertools.product((16, 32), SIZES, SIZES, (16, 32, 64), STAGES):
+    for bits, K, V, BT, stage in itertools.product((16, 32), SIZES, SIZES, (16, 32, 64), ALL_STAGES):
         it = tile(target, bits, K, V, BT, stage)
         for size, need in ((it.BK, K), (it.BV, V), (it.BDA, BT)):
             assert size >= tiling.MIN_DOT
