@@ -11,7 +11,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <cstdint>
+#include "device.cuh"
 
 namespace kda {
 
@@ -56,11 +56,6 @@ __device__ __forceinline__ float2 unpack2<bf16>(uint32_t p) {
 }
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % 32; }
-// The same number, of which the compiler knows nothing: addresses made from it are not kept in registers from earlier.
-__device__ __forceinline__ int forget(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
 
 // A lane's address part for a piece (16 bytes) of a swizzled row: the piece index xor the row modulo 8. `lane_xor` and
 // `row_xor` depend on the lane, `piece` is a constant once loops are unrolled, so few registers hold all addresses.
@@ -84,24 +79,10 @@ struct Tile {
     }
 };
 
-__device__ __forceinline__ uint32_t shared_u32(uint32_t a) {
-    uint32_t x;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(a) : "memory");
-    return x;
-}
-
-__device__ __forceinline__ int64_t shared_i64(uint32_t a) {
-    int64_t x;
-    asm volatile("ld.shared.s64 %0, [%1];" : "=l"(x) : "r"(a) : "memory");
-    return x;
-}
-
 // Two neighbouring elements (col even).
 template <int kCols>
 __device__ __forceinline__ float2 load2(const Tile<float, kCols>& s, int row, int down, int col) {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(s.at(row, down, col)) : "memory");
-    return x;
+    return shared_f32x2(s.at(row, down, col));
 }
 template <class T, int kCols>
 __device__ __forceinline__ float2 load2(const Tile<T, kCols>& s, int row, int down, int col) {
@@ -109,26 +90,22 @@ __device__ __forceinline__ float2 load2(const Tile<T, kCols>& s, int row, int do
 }
 template <int kCols>
 __device__ __forceinline__ void load4(float (&x)[4], const Tile<float, kCols>& s, int row, int down, int col) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                 : "r"(s.at(row, down, col))
-                 : "memory");
+    shared_f32x4(x, s.at(row, down, col));
 }
 template <int kCols>
 __device__ __forceinline__ void store2(const Tile<float, kCols>& s, int row, int down, int col, float x, float y) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(s.at(row, down, col)), "f"(x), "f"(y) : "memory");
+    set_shared_f32x2(s.at(row, down, col), x, y);
 }
 template <class T, int kCols>
 __device__ __forceinline__ void store2(const Tile<T, kCols>& s, int row, int down, int col, float x, float y) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(s.at(row, down, col)), "r"(pack2<T>(x, y)) : "memory");
+    set_shared_u32(s.at(row, down, col), pack2<T>(x, y));
 }
 template <class T, int kCols>
 __device__ __forceinline__ void store1(const Tile<T, kCols>& s, int row, int down, int col, T x) {
     if constexpr (sizeof(T) == 4) {
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(s.at(row, down, col)), "f"(x) : "memory");
+        set_shared_f32(s.at(row, down, col), x);
     } else {
-        const uint16_t y = reinterpret_cast<uint16_t&>(x);
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(s.at(row, down, col)), "h"(y) : "memory");
+        set_shared_u16(s.at(row, down, col), reinterpret_cast<uint16_t&>(x));
     }
 }
 
@@ -152,19 +129,6 @@ template <class T>
 using FragA = Frag<T, 4>;
 template <class T>
 using FragB = Frag<T, 2>;
-
-__device__ __forceinline__ void ldmatrix(uint32_t& x0, uint32_t& x1, uint32_t& x2, uint32_t& x3, uint32_t a) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x0), "=r"(x1), "=r"(x2), "=r"(x3)
-                 : "r"(a)
-                 : "memory");
-}
-__device__ __forceinline__ void ldmatrix_trans(uint32_t& x0, uint32_t& x1, uint32_t& x2, uint32_t& x3, uint32_t a) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x0), "=r"(x1), "=r"(x2), "=r"(x3)
-                 : "r"(a)
-                 : "memory");
-}
 
 // l: the lane, in all four. Rows row0 .. row0 + 15 of a row operand, step i.
 template <class T, int kCols>
@@ -228,53 +192,17 @@ __device__ __forceinline__ void col_b(FragB<T> (&f)[2], const Tile<T, kCols>& s,
     }
 }
 
-// d[16 x 8] += a b over one step. d[0], d[1]: row g = lane / 4, columns 2t, 2t + 1; d[2], d[3]: row g + 8.
+// d[16 x 8] += a b over one step.
 __device__ __forceinline__ void mma(float (&d)[4], const FragA<half>& a, const FragB<half>& b) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
+    mma_f16(d, a.r, b.r);
 }
 __device__ __forceinline__ void mma(float (&d)[4], const FragA<bf16>& a, const FragB<bf16>& b) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
-}
-__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    mma_bf16(d, a.r, b.r);
 }
 __device__ __forceinline__ void mma(float (&d)[4], const FragA<float>& a, const FragB<float>& b) {
     mma_tf32(d, a.lo, b.r);
     mma_tf32(d, a.r, b.lo);
     mma_tf32(d, a.r, b.r);
-}
-
-// 16 bytes, global to shared; zeros, and no access to `src`, where `valid` is false.
-__device__ __forceinline__ void copy16_async(uint32_t dst, const void* src, bool valid) {
-    const int n = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(n) : "memory");
-}
-// Neighbouring floats in one access (the compiler may split the store of a float2, and then writes half sectors).
-__device__ __forceinline__ void store_global2(float* p, float x, float y) {
-    asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
-}
-__device__ __forceinline__ void store_global4(float* p, float x, float y, float z, float w) {
-    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
-}
-// 2^x to 2 ulp; 0 below 2^-126.
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void copy_wait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace kda

@@ -202,11 +202,9 @@ struct StateReader {
 template <bool kExact, int kN>
 __device__ __forceinline__ void load_run(float (&x)[2 * kN], const float* p, int cols) {
     if constexpr (kExact && kN == 2) {
-        asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                     : "l"(p));
+        global_f32x4(x, p);
     } else if constexpr (kExact) {
-        asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "l"(p));
+        global_f32x2(x, p);
     } else {
 #pragma unroll
         for (int i = 0; i < 2 * kN; ++i) x[i] = i < cols ? __ldg(p + i) : 0.f;

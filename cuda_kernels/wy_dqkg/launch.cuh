@@ -11,20 +11,9 @@ namespace kda {
 template <class T, class S, int kHeadK, int kHeadV, bool kExact>
 cudaError_t launch_instance(const WyParams& p, cudaStream_t stream) {
     using Cfg = WyTile<sizeof(T), kHeadK, kHeadV>;
-    constexpr int kShared = Cfg::kBytesTotal;
-    const auto kernel = wy_dqkg_kernel<T, S, kHeadK, kHeadV, kExact>;
-    int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error != cudaSuccess) return error;
-    static bool prepared[64] = {};  // per device; setting it twice from two threads is harmless
-    if (device >= 64 || !prepared[device]) {
-        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-        if (error != cudaSuccess) return error;
-        if (device < 64) prepared[device] = true;
-    }
     const int64_t chunks = p.cu_seqlens != nullptr && p.NT == 0 ? 1 : p.B * p.NT;
-    kernel<<<static_cast<unsigned>(chunks * p.HV), Cfg::kThreads, kShared, stream>>>(p);
-    return cudaGetLastError();
+    return launch_kernel<wy_dqkg_kernel<T, S, kHeadK, kHeadV, kExact>>(chunks * p.HV, Cfg::kThreads, Cfg::kBytesTotal,
+                                                                       stream, p);
 }
 
 template <class T, class S>

@@ -1,0 +1,141 @@
+// Every instruction that C++ does not name, and the launch. With KDA_EMULATED defined the twins of emulator/device.h
+// take this header's place, so that the kernels run on a host; no other file of a kernel may hold inline assembly.
+#pragma once
+
+#ifdef KDA_EMULATED
+#include "../emulator/device.h"
+#else
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace kda {
+
+// The same number, of which the compiler knows nothing: addresses made from it are not kept in registers from earlier.
+__device__ __forceinline__ int forget(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+__device__ __forceinline__ uint32_t shared_u32(uint32_t a) {
+    uint32_t x;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(a) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ int64_t shared_i64(uint32_t a) {
+    int64_t x;
+    asm volatile("ld.shared.s64 %0, [%1];" : "=l"(x) : "r"(a) : "memory");
+    return x;
+}
+
+__device__ __forceinline__ float2 shared_f32x2(uint32_t a) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(a) : "memory");
+    return x;
+}
+__device__ __forceinline__ void shared_f32x4(float (&x)[4], uint32_t a) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(a)
+                 : "memory");
+}
+__device__ __forceinline__ void set_shared_f32x2(uint32_t a, float x, float y) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void set_shared_f32(uint32_t a, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(x) : "memory");
+}
+__device__ __forceinline__ void set_shared_u32(uint32_t a, uint32_t x) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(x) : "memory");
+}
+__device__ __forceinline__ void set_shared_u16(uint32_t a, uint16_t x) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"(x) : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix(uint32_t& x0, uint32_t& x1, uint32_t& x2, uint32_t& x3, uint32_t a) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x0), "=r"(x1), "=r"(x2), "=r"(x3)
+                 : "r"(a)
+                 : "memory");
+}
+__device__ __forceinline__ void ldmatrix_trans(uint32_t& x0, uint32_t& x1, uint32_t& x2, uint32_t& x3, uint32_t a) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x0), "=r"(x1), "=r"(x2), "=r"(x3)
+                 : "r"(a)
+                 : "memory");
+}
+
+// d[16 x 8] += a b over 16 (TF32: 8) indices. d[0], d[1]: row g = lane / 4, columns 2t, 2t + 1; d[2], d[3]: row g + 8.
+__device__ __forceinline__ void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// 16 bytes, global to shared; zeros, and no access to `src`, where `valid` is false.
+__device__ __forceinline__ void copy16_async(uint32_t dst, const void* src, bool valid) {
+    const int n = valid ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(n) : "memory");
+}
+// Neighbouring floats in one access (the compiler may split the store of a float2, and then writes half sectors).
+__device__ __forceinline__ void store_global2(float* p, float x, float y) {
+    asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(p), "f"(x), "f"(y) : "memory");
+}
+__device__ __forceinline__ void store_global4(float* p, float x, float y, float z, float w) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
+}
+// 2^x to 2 ulp; 0 below 2^-126.
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+// Neighbouring floats that no thread writes while the kernel runs.
+__device__ __forceinline__ void global_f32x4(float (&x)[4], const float* p) {
+    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "l"(p));
+}
+__device__ __forceinline__ void global_f32x2(float (&x)[2], const float* p) {
+    asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "l"(p));
+}
+
+// Launches a kernel on the current device, `shared` bytes of dynamic shared memory a block.
+template <auto kKernel, class Params>
+cudaError_t launch_kernel(int64_t blocks, int threads, int shared, cudaStream_t stream, const Params& p) {
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error != cudaSuccess) return error;
+    static bool prepared[64] = {};  // per device; setting it twice from two threads is harmless
+    if (device >= 64 || !prepared[device]) {
+        error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+        if (error != cudaSuccess) return error;
+        if (device < 64) prepared[device] = true;
+    }
+    kKernel<<<static_cast<unsigned>(blocks), threads, shared, stream>>>(p);
+    return cudaGetLastError();
+}
+
+}  // namespace kda
+
+#endif
