@@ -31,6 +31,13 @@ LIBRARY = "libmindspeed_kda_cuda.so"
 KERNEL_SOURCES = ("wy_dqkg/f32.cu", "wy_dqkg/f16.cu", "wy_dqkg/bf16.cu")
 """Longest to compile first."""
 BIND_SOURCES = ("bind/library.cpp",)
+EMULATOR_SOURCES = ("emulator/emulator.cpp", "emulator/library.cpp")
+"""With these the kernels become a library for the host; not part of the one that ships."""
+EMULATOR_FLAGS = (
+    *("-std=c++17", "-O2", "-fPIC", "-DKDA_EMULATED", "-Wno-unknown-pragmas"),
+    *("-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE"),
+)
+"""_FORTIFY_SOURCE takes a jump from fiber to fiber for an error."""
 MIN_TORCH = (2, 10)
 TARGETS = {
     "ptx80": "-gencode=arch=compute_80,code=compute_80",
@@ -100,6 +107,28 @@ def find_toolkit() -> Toolkit:
     raise UnavailableError(
         "no CUDA compiler: nvcc is neither under CUDA_HOME, on PATH, in /usr/local/cuda, nor installed from PyPI "
         f"(pip install {PYPI_PACKAGES})"
+    )
+
+
+def find_cuda_headers() -> Path:
+    """The folder of cuda_fp16.h and its companions, which a host compiler takes too. Raises UnavailableError."""
+    candidates = []
+    home = config().CUDA_HOME
+    if home.read():
+        candidates.append(Path(home.read()) / "include")
+    on_path = shutil.which("nvcc")
+    if on_path:
+        candidates.append(Path(on_path).resolve().parent.parent / "include")
+    candidates.append(Path("/usr/local/cuda/include"))
+    for folder in find_package("nvidia"):
+        candidates += sorted(folder.glob("*/include"), reverse=True)
+    needed = ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h", "crt/host_defines.h")
+    for include in candidates:
+        if all((include / name).is_file() for name in needed):
+            return include
+    raise UnavailableError(
+        f"no CUDA headers ({', '.join(needed)}): neither under CUDA_HOME, beside nvcc, in /usr/local/cuda/include, nor "
+        f"installed from PyPI (pip install {PYPI_PACKAGES})"
     )
 
 
@@ -182,6 +211,29 @@ def build(out_dir: Path, targets: tuple[str, ...] = RELEASE_TARGETS, jobs: int |
         shutil.copyfile(made, out.with_suffix(".tmp"))
         os.replace(out.with_suffix(".tmp"), out)
     say(f"wrote {out} ({out.stat().st_size / 1e6:.1f} MB)")
+    return out
+
+
+def build_emulator(
+    out: Path, sources: tuple[str, ...] = KERNEL_SOURCES, root: Path = HERE, jobs: int | None = None
+) -> Path:
+    """The kernels of ``sources`` under ``root``, compiled for this machine's processor, as the shared library ``out``.
+
+    Raises UnavailableError where there is no g++ or no CUDA headers.
+    """
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise UnavailableError("no host compiler: g++ is not on PATH")
+    flags = [*EMULATOR_FLAGS, "-I", str(find_cuda_headers())]
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+
+        def compile_one(source: str) -> str:
+            made = Path(scratch) / (source.replace("/", "_") + ".o")
+            _run([compiler, *flags, "-x", "c++", "-c", str(root / source), "-o", str(made)])
+            return str(made)
+
+        objects = list(pool.map(compile_one, (*sources, *EMULATOR_SOURCES)))
+        _run([compiler, "-shared", "-o", str(out), *objects])
     return out
 
 

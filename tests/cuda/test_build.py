@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,7 +93,21 @@ def test_the_toolkit_of_cuda_home_comes_first(monkeypatch, tmp_path):
 def test_every_source_of_the_library_is_compiled():
     sources = {str(p.relative_to(ROOT / "cuda_kernels")) for p in (ROOT / "cuda_kernels").rglob("*.c[up]*")}
     sources = {s for s in sources if s.endswith((".cu", ".cpp"))}
-    assert sources == {*build.KERNEL_SOURCES, *build.BIND_SOURCES}
+    assert sources == {*build.KERNEL_SOURCES, *build.BIND_SOURCES, *build.EMULATOR_SOURCES}
+
+
+def test_inline_assembly_stands_where_the_emulator_replaces_it():
+    files = [p for p in (ROOT / "cuda_kernels").rglob("*") if p.suffix in (".cu", ".cuh", ".h", ".cpp")]
+    assert [p.name for p in files if re.search(r"\basm\b", p.read_text(encoding="utf-8"))] == ["device.cuh"]
+
+
+def test_without_a_host_compiler_or_headers_the_emulator_says_what_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with pytest.raises(build.UnavailableError, match=r"g\+\+ is not on PATH"):
+        build.build_emulator(tmp_path / "some.so")
+    monkeypatch.setattr(build.Path, "is_file", lambda self: "cuda" not in self.name)
+    with pytest.raises(build.UnavailableError, match=r"cuda_fp16\.h.*pip install"):
+        build.find_cuda_headers()
 
 
 def test_without_the_library_the_reason_says_how_to_get_it(monkeypatch, tmp_path):

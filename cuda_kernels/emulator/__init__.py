@@ -1,0 +1,1 @@
+"""A host build of the CUDA kernels: see docs/cuda.md."""
