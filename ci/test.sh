@@ -19,6 +19,10 @@ install() {
     "$PY" -m pip install --quiet --no-compile "$TORCH" "numpy<2.4" || return 1
     # No native build here: the nvcc stage below compiles the CUDA sources where a compiler is, and reports on them.
     MINDSPEED_KDA_BUILD_CUDA=0 "$PY" -m pip install --quiet --no-compile --no-build-isolation -e ".[ascend-check,test,dev]" || return 1
+    # CUDA's headers, unless a toolkit is here: with them and g++ the CUDA kernels run on this processor.
+    "$PY" -c "import runpy; runpy.run_path('cuda_kernels/build.py')['find_cuda_headers']()" 2>/dev/null ||
+        "$PY" -m pip install --quiet --no-compile --no-deps \
+            $("$PY" -c "import runpy; print(runpy.run_path('cuda_kernels/build.py')['PYPI_HEADERS'])") || return 1
     # A CUDA build of torch brings stock triton, which owns the same module name as triton-ascend. The gate needs the latter.
     if "$PY" -m pip show --quiet triton 2>/dev/null; then
         "$PY" -m pip uninstall --quiet --yes triton

@@ -50,6 +50,8 @@ PYPI_PACKAGES = (
     "nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85"
 )
 """What ``pip install`` needs for a compiler without a system toolkit."""
+PYPI_HEADERS = "nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85"
+"""And for its headers alone, 6 MB."""
 
 
 class UnavailableError(RuntimeError):
@@ -122,13 +124,13 @@ def find_cuda_headers() -> Path:
     candidates.append(Path("/usr/local/cuda/include"))
     for folder in find_package("nvidia"):
         candidates += sorted(folder.glob("*/include"), reverse=True)
-    needed = ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h", "crt/host_defines.h")
+    needed = ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h", "crt/host_defines.h", "nv/target")
     for include in candidates:
         if all((include / name).is_file() for name in needed):
             return include
     raise UnavailableError(
         f"no CUDA headers ({', '.join(needed)}): neither under CUDA_HOME, beside nvcc, in /usr/local/cuda/include, nor "
-        f"installed from PyPI (pip install {PYPI_PACKAGES})"
+        f"installed from PyPI (pip install {PYPI_HEADERS})"
     )
 
 
