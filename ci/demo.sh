@@ -32,4 +32,6 @@ case $? in
         ;;
     *) echo "$0: $VENV could not be made" >&2; exit 1 ;;
 esac
+# Threads that wait by spinning take the cores that the others of a shared machine would work on.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 exec "$PY" -m mindspeed_kda demo "$@"

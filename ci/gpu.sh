@@ -2,12 +2,23 @@
 # GPU tests and figures, on a machine that has its own torch, CUDA and pytest. Reaches no package index: the package is
 # installed without dependencies into a folder of its own, with a native library taken along if cuda_kernels/ holds one
 # and built with nvcc otherwise.
-# usage: ci/gpu.sh [pytest arguments]     PYTHON names the interpreter (python3), OUT the folder of the figures
+# usage: ci/gpu.sh [--only tests|figures] [pytest arguments]
+#        PYTHON names the interpreter (python3), OUT the folder of the figures, LIMIT the seconds that a stage may take
+#        (the tests four times as long)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 . ci/lib.sh
 
+only=all
+if [ "${1:-}" = --only ]; then
+    only=${2:-}
+    case $only in
+        tests | figures) shift 2 ;;
+        *) echo "$0: --only: expected tests or figures, got '$only'" >&2; exit 2 ;;
+    esac
+fi
 PY=${PYTHON:-python3}
+LIMIT=${LIMIT:-150}
 OUT=${OUT:-benchmarks/results}
 "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
     { echo "$0: needs a torch that sees a CUDA GPU; $PY has none (PYTHON names another interpreter)" >&2; exit 1; }
@@ -22,13 +33,32 @@ echo "== installing ($([ -z "$build" ] && echo with the native library that is h
 MINDSPEED_KDA_BUILD_CUDA=$build install_into "$PY" "$site" || { echo "$0: the installation failed" >&2; exit 1; }
 
 failed=()
-stage "tests" device_tests "$PY" "$site" gpu "$@"
-peer=()
-"$PY" -c 'import fla' 2>/dev/null && peer=(--peer fla)
-shapes=1x2048x32x128x128,1x8192x32x128x128
-stage "doctor" figures "$PY" "$site" "$OUT" gpu_doctor doctor
-stage "verify" figures "$PY" "$site" "$OUT" gpu_verify verify --device cuda
-stage "verify the training shape" figures "$PY" "$site" "$OUT" gpu_verify_training_shape \
-    verify --device cuda --shape 1x2048x32x128x128 --dtype fp16,bf16
-stage "bench" figures "$PY" "$site" "$OUT" gpu_bench bench --device cuda --shapes "$shapes" "${peer[@]}"
+if [ $only != figures ]; then
+    parallel=()
+    if "$PY" -c 'import xdist' 2>/dev/null; then
+        # Compiling is what takes the time, a process and a core each; the GPU's memory bounds how many share it.
+        parallel=(-n "$(n=$(nproc); echo $((n < 12 ? n : 12)))")
+    else
+        echo "== pytest-xdist is not installed: the tests run one after another"
+    fi
+    STAGE_LIMIT=$((4 * LIMIT)) stage "tests" device_tests "$PY" "$site" gpu "${parallel[@]}" "$@"
+fi
+if [ $only != tests ]; then
+    backends=cuda,triton,torch
+    shape=1x2048x32x128x128
+    peer=(--peer none)
+    if "$PY" -c 'import fla' 2>/dev/null; then
+        peer=(--peer fla)
+    else
+        echo "== flash-linear-attention is not installed: bench compares with PyTorch eager alone"
+    fi
+    STAGE_LIMIT=$LIMIT
+    stage "doctor" figures "$PY" "$site" "$OUT" gpu_doctor doctor
+    stage "verify" figures "$PY" "$site" "$OUT" gpu_verify verify --device cuda
+    stage "verify the training shape" figures "$PY" "$site" "$OUT" gpu_verify_training_shape \
+        verify --device cuda --backend "$backends" --shape "$shape" --dtype fp16,bf16 --steps 2
+    stage "bench" figures "$PY" "$site" "$OUT" gpu_bench \
+        bench --device cuda --backends "$backends" "${peer[@]}" --shapes "$shape" --dtype fp16,bf16,fp32
+fi
+[ $only = all ] || echo "== only the $only ran"
 finish

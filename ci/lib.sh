@@ -60,6 +60,15 @@ stage() {
     echo "== $name: $status, $((SECONDS - began)) s, $(($(cpu_seconds) - cpu)) s of processor time"
 }
 
+# limited COMMAND...: within STAGE_LIMIT seconds where that is set. A stage that hangs fails, and the next ones still run.
+limited() {
+    [ -n "${STAGE_LIMIT:-}" ] || { "$@"; return; }
+    local status=0
+    timeout --kill-after=10 "$STAGE_LIMIT" "$@" || status=$?
+    [ $status != 124 ] || echo "stopped after its limit of $STAGE_LIMIT s" >&2
+    return $status
+}
+
 # finish: the exit status of all stages together.
 finish() {
     if ((${#failed[@]})); then
@@ -88,17 +97,21 @@ device_tests() {
         return 1
     fi
     (root=$PWD && cd "$folder/site" &&
-        "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider --import-mode=append -m "$marker" "$@" "${tests[@]}")
+        limited "$python" -m pytest -c "$root/pyproject.toml" --rootdir "$root" -p no:cacheprovider --import-mode=append -m "$marker" "$@" "${tests[@]}")
 }
 
 # figures PYTHON FOLDER OUT NAME ARGUMENT...: one command of the package; its JSON, with commit and command, becomes
-# OUT/NAME.json, also where the command found a miss.
+# OUT/NAME.json, also where the command found a miss. COMMIT names the commit of a tree that was copied without .git.
 figures() {
     local python=$1 folder=$2 out=$3 name=$4 status commit
     shift 4
-    commit=$(git rev-parse HEAD 2>/dev/null || echo unknown)
-    (cd "$folder/site" && "$python" -m mindspeed_kda "$@" --json >"$folder/$name.json")
+    commit=${COMMIT:-$(git rev-parse HEAD 2>/dev/null || echo unknown)}
+    (cd "$folder/site" && limited "$python" -m mindspeed_kda "$@" --json >"$folder/$name.json")
     status=$?
+    if [ ! -s "$folder/$name.json" ]; then
+        echo "no figures: mindspeed-kda $* ended with status $status" >&2
+        return 1
+    fi
     "$python" -c '
 import json, sys
 source, target, commit, command = sys.argv[1:]

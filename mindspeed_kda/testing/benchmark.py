@@ -17,7 +17,7 @@ from mindspeed_kda.contracts.chunk_kda import LOWER_BOUND
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgGrads
 from mindspeed_kda.registry import REGISTRY
 from mindspeed_kda.testing.inputs import wy_inputs
-from mindspeed_kda.testing.judge import FORWARD, SUBJECTS, Call, Results, Subject, Verdict, to_device
+from mindspeed_kda.testing.judge import FORWARD, SUBJECTS, Call, Results, Subject, Verdict
 from mindspeed_kda.testing.kda_inputs import kda_inputs
 from mindspeed_kda.testing.timing import Timing, copy_speed, device_name, median_time
 
@@ -53,17 +53,19 @@ class Case:
         main = str(self.dtype).removeprefix("torch.")
         return main if self.state_dtype is None else f"{main}, states too"
 
-    def inputs(self, seed: int = 0) -> Call:
+    def inputs(self, device: torch.device, seed: int = 0) -> Call:
+        """Drawn on ``device``: on the CPU in float64 the draw of a training shape takes longer than all its timings."""
         sizes = (self.B, self.T, self.H, self.K, self.V, self.BT)
         lengths = None if self.lengths is None else list(self.lengths)
         if OPS[self.what].op == wy_dqkg.OP:
             return wy_inputs(
-                *sizes, HV=self.HV, dtype=self.dtype, state_dtype=self.state_dtype, lengths=lengths, seed=seed
-            )
+                *sizes, HV=self.HV, dtype=self.dtype, state_dtype=self.state_dtype, lengths=lengths,
+                device=device, seed=seed, on_device=True,
+            )  # fmt: skip
         # as training calls the layer: gate, q/k norm and sigmoid inside, the lower-bounded gate at -5, no states
         drawn = kda_inputs(
             *sizes, HV=self.HV, dtype=self.dtype, gate=LOWER_BOUND, wide_beta_and_g=False, states=False,
-            lengths=lengths, seed=seed, safe_gate=True,
+            lengths=lengths, device=device, seed=seed, on_device=True, safe_gate=True,
         )  # fmt: skip
         return {**drawn.arguments, "do": drawn.do}
 
@@ -225,7 +227,7 @@ def measure_all(
     total = len(cases) * (len(names) + len(peers))
     for case in cases:
         subject = OPS[case.what]
-        call = to_device(case.inputs(), device)
+        call = case.inputs(device)
         reference = subject.float64(call)
         blank = Measurement(case, "", subject.nbytes(subject.check(call)), roof)
         eager: float | None = None

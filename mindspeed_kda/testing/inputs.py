@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +28,26 @@ def chunk_cumsum(x: Tensor, chunk_size: int, cu_seqlens: Tensor | None = None) -
     return layout.scatter(layout.gather(x).cumsum(3), T)
 
 
+class Drawing(NamedTuple):
+    """A seeded source of random numbers, and the device and dtype that it draws in."""
+
+    generator: torch.Generator
+    device: torch.device
+    dtype: torch.dtype
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.device, dtype=self.dtype)
+
+    def rand(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, generator=self.generator, device=self.device, dtype=self.dtype)
+
+
+def drawing(seed: int, device: torch.device | str | None = None) -> Drawing:
+    """In float64 on the CPU, or in float32 on the device that is given."""
+    on, dtype = (torch.device("cpu"), torch.float64) if device is None else (torch.device(device), torch.float32)
+    return Drawing(torch.Generator(on).manual_seed(seed), on, dtype)
+
+
 def wy_inputs(
     B: int = 1,
     T: int = 128,
@@ -45,8 +67,12 @@ def wy_inputs(
     cumsum: bool = True,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    on_device: bool = False,
 ) -> dict[str, object]:
     """Keyword arguments of one call on unrelated random tensors, drawn on the CPU in float64 and rounded to each dtype.
+
+    With ``on_device`` they are drawn on ``device`` in float32 instead: a large call costs little there, and its values
+    are the same on every run of that kind of device, not on every device.
 
     ``decay`` is the natural-log decay per token (None: logsigmoid of a normal draw); ``cumsum=False`` passes the per
     token values as g, as the op's page does. With ``lengths`` the sequences are packed, B is 1 and T may leave tokens
@@ -54,17 +80,14 @@ def wy_inputs(
     """
     HV = H if HV is None else HV
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    gen = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=gen, dtype=torch.float64)
-
-    cu = None if lengths is None else cu_seqlens_of(lengths, dtype=cu_dtype)
+    source = drawing(seed, device if on_device else None)
+    randn = source.randn
+    cu = None if lengths is None else cu_seqlens_of(lengths, source.device, cu_dtype)
     NT = chunks.cdiv(T, BT) if cu is None else chunks.count_chunks(cu.tolist(), BT)
     log_decay = (
         F.logsigmoid(randn(B, T, HV, K))
         if decay is None
-        else decay * (1 - 0.1 * torch.rand(B, T, HV, K, generator=gen))
+        else decay * (1 - 0.1 * torch.rand(B, T, HV, K, generator=source.generator, device=source.device))
     )
     g = chunk_cumsum(log_decay * LOG2E, BT, cu) if cumsum else log_decay
     state = (B, NT, HV, V, K) if state_v_first else (B, NT, HV, K, V)

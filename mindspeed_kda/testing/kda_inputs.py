@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mindspeed_kda.contracts.chunk_kda import LOWER_BOUND, PREGATED, SOFTPLUS
-from mindspeed_kda.testing.inputs import cu_seqlens_of
+from mindspeed_kda.testing.inputs import cu_seqlens_of, drawing
 
 
 class KdaInputs(NamedTuple):
@@ -45,9 +45,10 @@ def kda_inputs(
     wide_beta_and_g: bool = True,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    on_device: bool = False,
     **options: Any,
 ) -> KdaInputs:
-    """Drawn on the CPU in float64, then rounded to each dtype.
+    """Drawn on the CPU in float64, or with ``on_device`` in float32 on ``device``, then rounded to each dtype.
 
     gate: "pregated" (g is logsigmoid of a normal draw over ``gate_divisor``, or within 10% of ``decay`` a token where
     that is given), "softplus" or "lower_bound" (raw g; ``A_log`` fixes that parameter; any ``decay`` drives raw g to
@@ -56,21 +57,18 @@ def kda_inputs(
     """
     HV = H if HV is None else HV
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    gen = torch.Generator().manual_seed(seed)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=gen, dtype=torch.float64)
-
-    cu = None if lengths is None else cu_seqlens_of(lengths, dtype=cu_dtype)
+    source = drawing(seed, device if on_device else None)
+    randn = source.randn
+    cu = None if lengths is None else cu_seqlens_of(lengths, source.device, cu_dtype)
     N = B if lengths is None else len(lengths)
     q, k, v, x, beta = randn(B, T, H, K), randn(B, T, H, K), randn(B, T, HV, V), randn(B, T, HV, K), randn(B, T, HV)
     state, do = (N, HV, V, K) if state_v_first else (N, HV, K, V), randn(B, T, HV, V)
     h0, dht = randn(*state), randn(*state)
-    log_rate, bias = torch.empty(HV, dtype=torch.float64).fill_(A_log or 0.0), randn(HV, K) * 0.5
+    log_rate, bias = torch.full((HV,), A_log or 0.0, device=source.device, dtype=source.dtype), randn(HV, K) * 0.5
     if A_log is None:
-        log_rate = torch.rand(HV, generator=gen, dtype=torch.float64).mul(4).add(0.2).log()
+        log_rate = source.rand(HV).mul(4).add(0.2).log()
     if gate == PREGATED:
-        jitter = 1 - 0.1 * torch.rand(x.shape, generator=gen, dtype=torch.float64)
+        jitter = 1 - 0.1 * source.rand(*x.shape)
         g = F.logsigmoid(x) / gate_divisor if decay is None else decay * jitter
     else:
         g = x if decay is None else x.abs() + 4.0

@@ -64,7 +64,7 @@ def test_the_whole_layer(what, capsys):
 
 def test_inputs_are_not_zero():
     for what in benchmark.OPS:
-        call = Case(what, 1, 32, 1, 1, 16, 8, 16, torch.float32).inputs()
+        call = Case(what, 1, 32, 1, 1, 16, 8, 16, torch.float32).inputs(torch.device("cpu"))
         for name, t in call.items():
             if isinstance(t, torch.Tensor):
                 assert t.ne(0).any(), name
