@@ -70,6 +70,16 @@ def test_inputs_are_not_zero():
                 assert t.ne(0).any(), name
 
 
+@pytest.mark.parametrize("lengths", [None, (5, 0, 20)])
+def test_inputs_repeat_with_their_seed(lengths):
+    for what in benchmark.OPS:
+        case = Case(what, 1, 32, 1, 1, 16, 8, 16, torch.float16, lengths=lengths)
+        first, again, other = (case.inputs(torch.device("cpu"), seed) for seed in (1, 1, 2))
+        for name in ("q", "v", "g", "beta", "do"):
+            assert torch.equal(first[name], again[name]), name
+            assert not torch.equal(first[name], other[name]), name
+
+
 def test_a_peer_that_cannot_run_says_why():
     assert "the device is cpu" in benchmark.PEERS["fla"].why_not(torch.device("cpu"))
 
