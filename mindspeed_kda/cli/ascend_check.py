@@ -16,7 +16,7 @@ from typing import Any
 from mindspeed_kda.cli.common import UsageError, add_command, folder, note, print_json, table
 from mindspeed_kda.npu_kernels.ascend_check import cost_report, matrix, report, toolchain
 from mindspeed_kda.npu_kernels.ascend_check.matrix import Row
-from mindspeed_kda.npu_kernels.ascend_check.spec import TRITON_TYPES
+from mindspeed_kda.npu_kernels.ascend_check.spec import TRITON_TYPES, KernelSpec
 from mindspeed_kda.npu_kernels.ascend_check.targets import TARGETS, Target
 
 EXAMPLES = """\
@@ -92,24 +92,28 @@ def _cost(args: argparse.Namespace, targets: list[Target], dtypes: list[str], ou
         for dtype in dtypes:
             config = cost_report.cost_config(dtype)
             specs = [spec for provider in matrix.load_providers() for spec in provider(config, target)]
-            silent = dict.fromkeys(spec.stage for spec in specs if not spec.scalars)
+            counted_stages = {spec.stage for spec in specs if spec.scalars}
+            silent = dict.fromkeys(spec.stage for spec in specs if spec.stage not in counted_stages)
             specs = [spec for spec in specs if spec.scalars]
             wanted = _names("--stage", args.stage, list(dict.fromkeys(spec.stage for spec in specs)))
             note(f"{target.name} {config.label()}")
             if silent:
                 note(f"not counted, since their providers name no launch (KernelSpec.scalars): {', '.join(silent)}")
-            try:
-                counted = cost_report.measure(
-                    [spec for spec in specs if spec.stage in wanted], target, args.jobs or os.cpu_count() or 1
-                )
-            except (RuntimeError, ValueError) as error:
-                print(f"{target.name} {config.label()}: {error}", file=sys.stderr)
-                return 1
-            found.append({"configuration": config.label(), **cost_report.as_json(counted, target)})
-            if not args.json:
-                bound = cost_report.op_bound(counted, target) * 1e9
-                print(f"{target.name}, {config.label()}: at least {bound:.1f} ns per (chunk, head)")
-                print(f"{table(cost_report.HEADER, cost_report.rows(counted, target))}\n")
+            ops: dict[str, list[KernelSpec]] = {}
+            for spec in specs:
+                if spec.stage in wanted:
+                    ops.setdefault(spec.op, []).append(spec)
+            for op, launches in ops.items():
+                try:
+                    counted = cost_report.measure(launches, target, args.jobs or os.cpu_count() or 1)
+                except (RuntimeError, ValueError) as error:
+                    print(f"{target.name} {config.label()}: {error}", file=sys.stderr)
+                    return 1
+                found.append({"op": op, "configuration": config.label(), **cost_report.as_json(counted, target)})
+                if not args.json:
+                    bound = cost_report.op_bound(counted, target) * 1e9
+                    print(f"{op}, {target.name}, {config.label()}: at least {bound:.1f} ns per (chunk, head)")
+                    print(f"{table(cost_report.HEADER, cost_report.rows(counted, target))}\n")
     values = {"note": cost_report.NOTE, "versions": toolchain.versions(), "reports": found}
     if args.json:
         print_json(values)

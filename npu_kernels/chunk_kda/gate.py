@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from mindspeed_kda.contracts.chunk_kda import LOWER_BOUND, OP, PREGATED, SOFTPLUS
-from mindspeed_kda.npu_kernels.ascend_check.spec import CONSTEXPR, TRITON_TYPES, Config, KernelSpec
+from mindspeed_kda.npu_kernels.ascend_check.spec import CONSTEXPR, COST_CHUNKS, TRITON_TYPES, Config, KernelSpec
 from mindspeed_kda.npu_kernels.ascend_check.targets import Target
 from mindspeed_kda.npu_kernels.chunk_kda.specs import (
     BACKWARD_OUTPUTS,
@@ -22,6 +22,9 @@ from mindspeed_kda.npu_kernels.chunk_kda.specs import (
 )
 from mindspeed_kda.npu_kernels.wy_dqkg.gate import HV, INDEX, H
 from mindspeed_kda.npu_kernels.wy_dqkg.specs import ZERO_TAIL, Stage
+
+SEQUENCE_CHUNKS = 64
+"""Chunks of the sequence on which the cost report counts a scan, whose states are read and written once."""
 
 
 def raw(config: Config) -> Sizes:
@@ -56,31 +59,46 @@ def plain(config: Config) -> Sizes:
 
 
 def specs(config: Config, target: Target) -> Iterator[KernelSpec]:
-    """Every kernel that ``plan`` launches for this configuration: all flags on, the other gate, and all flags off."""
+    """Every kernel that ``plan`` launches for this configuration: all flags on, the other gate, and all flags off.
+
+    The cost report counts one training step with all flags on that recomputes: the first of what follows."""
     full, bare = raw(config), plain(config)
     bounded = replace(full, gate=LOWER_BOUND, bias=False, H=HV)
-    yield _spec(full, "prepare", "forward", NORM=COMPUTE_NORM)
-    yield _spec(full, "prepare", "backward", NORM=READ_NORM)
+    yield from step(full)
     yield _spec(bounded, "prepare", "lower bound", NORM=READ_NORM)
     yield _spec(bare, "prepare", "plain", NORM=0)
-    for sizes, variant in ((full, ""), (bare, "plain")):
-        yield _spec(sizes, "intra", variant)
-        yield _spec(sizes, "scan", f"{variant} output".strip(), ("h", "v_new"), OUT=True, KEEP=False)
-        yield _spec(sizes, "scan_bwd", variant)
-        yield from (_spec(sizes, "grads", f"{variant} {_part(f)}".strip(), **f) for f in pair_parts(sizes))
-    yield _spec(full, "scan", "states", ("o", "ht"), OUT=False, KEEP=True, HAS_HT=False)
+    yield _spec(bare, "intra", "plain")
+    yield _spec(bare, "scan", "plain output", ("h", "v_new"), OUT=True, KEEP=False)
+    yield _spec(bare, "scan_bwd", "plain")
+    yield from (_spec(bare, "grads", f"plain {_part(f)}", **f) for f in pair_parts(bare))
     yield _spec(full, "scan", "output and states", OUT=True, KEEP=True)
-    yield _spec(full, "values")
-    yield _spec(full, "states")
     yield _spec(bounded, "grads", "lower bound columns", **pair_parts(bounded)[-1])
-    yield _spec(full, "betas")
-    yield _spec(full, "heads")
-    yield _spec(full, "gate_sums")
     if full.packed:
         for names in (FORWARD_OUTPUTS, BACKWARD_OUTPUTS):
             runtime = types(full)
             table = {**runtime, **{f"x{i}": runtime[n] for i, n in enumerate(names)}}
             yield _kernel_spec(ZERO_TAIL, table, tail_widths(full, names), f"{OP} {names[0]}")
+
+
+def step(sizes: Sizes) -> Iterator[KernelSpec]:
+    """The launches of one forward and one backward of a call that recomputes, in order, tails of packed calls aside."""
+    specs = (
+        _spec(sizes, "prepare", "forward", NORM=COMPUTE_NORM),
+        _spec(sizes, "intra"),
+        _spec(sizes, "scan", "output", ("h", "v_new"), OUT=True, KEEP=False),
+        _spec(sizes, "prepare", "backward", NORM=READ_NORM),
+        _spec(sizes, "scan", "states", ("o", "ht"), OUT=False, KEEP=True, HAS_HT=False),
+        _spec(sizes, "scan_bwd"),
+        _spec(sizes, "values"),
+        _spec(sizes, "states"),
+        *(_spec(sizes, "grads", _part(f), **f) for f in pair_parts(sizes)),
+        *(_spec(sizes, stage) for stage in ("betas", "heads", "gate_sums")),
+    )
+    for spec in specs:
+        chunks = SEQUENCE_CHUNKS if spec.stage in ("scan", "scan_bwd") else COST_CHUNKS
+        rows = chunks * sizes.BT
+        launch = {"T": rows, "NT": chunks, "R": rows, "n_chunks": chunks, "n_seqs": 1, "N": 1}
+        yield replace(spec, scalars=tuple(launch.items()), per=chunks * HV)
 
 
 def _part(flags: dict[str, bool]) -> str:

@@ -82,6 +82,17 @@ def test_tokens_that_forget_everything(dtype: torch.dtype) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize("neg_eigval", [False, True])
+def test_beta_of_zero(neg_eigval: bool, dtype: torch.dtype) -> None:
+    """Tokens that write nothing, or next to nothing, have a right dbeta all the same."""
+    inputs = on_gpu(dtype, T=500, raw=False, neg_eigval=neg_eigval)
+    beta = inputs.arguments["beta"]
+    beta[:, ::3] = 0.0
+    beta[:, 1::6] = 1e-3
+    assert_right(inputs, dtype)
+
+
+@dtypes
 @pytest.mark.parametrize("size", [60, 64, 100, 128, 256])
 def test_sizes(size: int, dtype: torch.dtype) -> None:
     assert_right(on_gpu(dtype, T=200, K=size, V=size, gate="lower_bound"), dtype)
@@ -126,3 +137,28 @@ def test_repeats_bit_for_bit_and_never_synchronises(lengths: list[int] | None, d
     for run in runs:
         for name, t in first.items():
             assert torch.equal(t, run[name]), name
+
+
+@pytest.mark.parametrize(("K", "V"), [(16, 128), (128, 16)], ids=["wide V", "wide K"])
+def test_more_elements_than_int32_counts(K: int, V: int) -> None:
+    """Tensors of over 2^31 elements: the last sequence of such a pack equals the call on it alone."""
+    T, H, last = 525_000, 32, 200
+    assert T * H * max(K, V) > 2**31
+    gen = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, generator=gen, device="cuda", dtype=dtype)
+
+    flags = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+    fixed = flags | {"A_log": torch.zeros(H, device="cuda"), "lower_bound": -5.0, "backend": "triton"}
+    tokens = {"q": randn(1, T, H, K), "k": randn(1, T, H, K), "v": randn(1, T, H, V), "g": randn(1, T, H, K)}
+    tokens["beta"], do = randn(1, T, H), randn(1, T, H, V)
+    cu = torch.tensor([0, T - last, T], device="cuda", dtype=torch.int32)
+    names = ("o", "dq", "dk", "dv", "dg", "dbeta")
+    whole = gradients(chunk_kda, fixed | tokens | {"cu_seqlens": cu}, do, None)
+    ends = {name: whole.pop(name)[:, -last:].clone() for name in names}
+    del whole
+    short = {name: t[:, -last:].clone() for name, t in tokens.items()}
+    alone = gradients(chunk_kda, fixed | short, do[:, -last:].clone(), None)
+    for name in names:
+        assert torch.equal(ends[name], alone[name]), name

@@ -65,6 +65,16 @@ def test_tokens_that_forget_everything(interpreter):
         assert torch.equal(t, infinite[name]), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+def test_beta_of_zero(dtype, interpreter):
+    """Tokens that write nothing, or next to nothing, have a right dbeta all the same."""
+    inputs = kda_inputs(**SMALL, T=40, raw=False, dtype=dtype)
+    beta = inputs.arguments["beta"]
+    beta[:, ::3] = 0.0
+    beta[:, 1::6] = 1e-3
+    assert_right(interpreter(interpreted_kda.step, inputs), inputs, dtype)
+
+
 def test_a_gate_of_its_own_for_each_head(interpreter):
     inputs = kda_inputs(**{**SMALL, "H": 2}, T=20, states=False)
     inputs.arguments["g"][:, :, 0] = 0.0
