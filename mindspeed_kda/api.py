@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from mindspeed_kda import ops
-from mindspeed_kda.autograd import ChunkKda
+from mindspeed_kda.autograd import ChunkKda, FlashAttention
 from mindspeed_kda.contracts import chunk_kda as kda
+from mindspeed_kda.contracts import flash_attention as attention
 from mindspeed_kda.contracts import fused_recurrent_kda as recurrent
 from mindspeed_kda.contracts import wy_dqkg
+from mindspeed_kda.contracts.flash_attention import FlashAttentionGrads
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgGrads
 from mindspeed_kda.registry import REGISTRY, current_request
 
@@ -262,3 +264,90 @@ def fused_recurrent_kda(
         needs_grad=torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs),
     )  # fmt: skip
     return REGISTRY.choose(recurrent.OP, call, call.device.type, backend).load()(call)
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    deterministic: bool = True,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention without a Tq x Tk tensor, differentiable: ``o``, or ``(o, lse)`` with ``return_lse``.
+
+    B batch, H query heads, HK key/value heads (a divisor of H; query head h reads key head ``h // (H // HK)``), D and
+    DV head sizes (1 to 256).
+
+    ============== ============================= ==========================================================
+    argument       shape                         dtype
+    ============== ============================= ==========================================================
+    q              [B, Tq, H, D]                 main: float16, bfloat16 or float32 (float64: `torch` only)
+    k              [B, Tk, HK, D]                main
+    v              [B, Tk, HK, DV]               main
+    cu_seqlens_q   [N+1]                         int32 or int64; both or neither; B must be 1
+    cu_seqlens_k
+    o              [B, Tq, H, DV]                main
+    lse            [B, H, Tq]                    float32 (float64 with float64 inputs); no gradient through it
+    ============== ============================= ==========================================================
+
+    * Query i stands at key i + Tk - Tq of its sequence. ``causal``: it sees no key after that place. ``window``:
+      (left, right), how many keys before and after it are seen, None for no bound; ``causal`` makes right 0.
+    * ``softcap`` c: scores become c * tanh(s / c), with s scaled already; 0 is none. ``scale=None`` means D^-0.5.
+    * ``deterministic``: gradients repeat bit for bit. False allows a backend to add into dq in any order.
+    * ``backend``: "torch", "library"; None takes ``use_backend``, then ``MINDSPEED_KDA_BACKEND``, then the best that
+      can run the call. The same backend runs backward.
+
+    A query that sees no key, and one that belongs to no sequence, has o = 0, lse = -inf and gradients 0. Inputs may
+    have any strides and are never written. Raises ValueError or TypeError naming the argument, before any kernel runs,
+    and RuntimeError with the reason where the backend asked for cannot run the call. Page: docs/flash_attention.md.
+    """
+    call = attention.check(
+        q, k, v,
+        causal=causal, window=window, softcap=softcap, scale=scale,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, deterministic=deterministic,
+        needs_grad=torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v)),
+    )  # fmt: skip
+    impl = REGISTRY.choose(attention.OP, call, call.device.type, backend).load()
+    o, lse = FlashAttention.apply(call, impl, q, k, v) if call.needs_grad else impl.forward(call)
+    return (o, lse) if return_lse else o
+
+
+def flash_attention_bwd(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
+    softcap: float = 0.0,
+    scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    deterministic: bool = True,
+    backend: str | None = None,
+) -> FlashAttentionGrads:
+    """The backward of ``flash_attention`` on its own: dq, dk, dv, each with its input's shape and dtype.
+
+    ``o`` and ``lse`` are what ``flash_attention(..., return_lse=True)`` gave for the same q, k, v and options; ``do``
+    is the gradient of o, with its shape and dtype. Raises what ``flash_attention`` raises.
+    """
+    call = attention.check(
+        q, k, v,
+        causal=causal, window=window, softcap=softcap, scale=scale,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, deterministic=deterministic, needs_grad=True,
+    )  # fmt: skip
+    attention.check_backward(call, do, o, lse)
+    impl = REGISTRY.choose(attention.OP, call, call.device.type, backend).load()
+    with torch.no_grad():
+        return impl.backward(call, o, lse, do)

@@ -1,4 +1,4 @@
-"""The gradient of ``chunk_kda``: one autograd function for all backends. No tensor mathematics here.
+"""Gradients of ``chunk_kda`` and ``flash_attention``: one autograd function each for all backends. No mathematics here.
 
 The backend chosen in forward also runs backward. Inputs are kept by ``save_for_backward``, so that hooks on saved
 tensors (offloading, checkpointing) see them; gradients leave in their inputs' dtype.
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_kda.contracts.chunk_kda import ChunkKdaCall, ChunkKdaGrads, ChunkKdaImpl
+from mindspeed_kda.contracts.flash_attention import FlashAttentionCall, FlashAttentionImpl
 
 BackwardHook = Callable[[ChunkKdaCall, Tensor, "Tensor | None"], None]
 BACKWARD_HOOKS: list[BackwardHook] = []
@@ -58,3 +59,27 @@ def run_backward(
             raise RuntimeError(f"{name}: expected {'None' if x is None else 'a tensor'} from the backend's backward")
         out.append(None if g is None or x is None else g.to(x.dtype))
     return out
+
+
+class FlashAttention(torch.autograd.Function):
+    """``apply(call, impl, q, k, v)``: (o, lse); no gradient flows through lse."""
+
+    @staticmethod
+    def forward(ctx: Any, call: FlashAttentionCall, impl: FlashAttentionImpl, *qkv: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = qkv
+        o, lse = impl.forward(call.with_tensors(q, k, v, call.cu_seqlens_q, call.cu_seqlens_k))
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, call.cu_seqlens_q, call.cu_seqlens_k, o, lse)
+        ctx.call, ctx.impl = call.with_tensors(None, None, None, None, None), impl
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor | None, _dlse: Tensor | None) -> tuple[Any, ...]:
+        *tensors, o, lse = ctx.saved_tensors
+        if do is None:
+            return None, None, None, None, None
+        grads = ctx.impl.backward(ctx.call.with_tensors(*tensors), o, lse, do)
+        needed = ctx.needs_input_grad[2:]
+        return None, None, *(g if need else None for g, need in zip(grads, needed, strict=True))

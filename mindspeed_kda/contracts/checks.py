@@ -101,23 +101,23 @@ def values_readable(t: torch.Tensor) -> bool:
     return bool(config.VALIDATE.flag()) and not (t.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
-def cu_seqlens(t: object, batch: int, tokens: int, where: torch.device) -> torch.Tensor:
+def cu_seqlens(t: object, batch: int, tokens: int, where: torch.device, name: str = "cu_seqlens") -> torch.Tensor:
     """Checks packed-sequence bounds: [N+1], from 0, not decreasing, within T. Values only where that costs no sync."""
-    t = tensor("cu_seqlens", t)
-    rank("cu_seqlens", t, "[N+1]")
-    dtype("cu_seqlens", t, INDEX_DTYPES)
+    t = tensor(name, t)
+    rank(name, t, "[N+1]")
+    dtype(name, t, INDEX_DTYPES)
     if t.shape[0] < 1:
-        raise ValueError("cu_seqlens: expected at least one element [N+1], got 0")
-    device("cu_seqlens", t, where, "q")
+        raise ValueError(f"{name}: expected at least one element [N+1], got 0")
+    device(name, t, where, "q")
     if batch != 1:
-        raise ValueError(f"cu_seqlens: expected B = 1 with packed sequences, got B = {batch}")
+        raise ValueError(f"{name}: expected B = 1 with packed sequences, got B = {batch}")
     if values_readable(t):
         bounds = t.tolist()
         if bounds[0] != 0:
-            raise ValueError(f"cu_seqlens: expected to start at 0, got {bounds[0]}")
+            raise ValueError(f"{name}: expected to start at 0, got {bounds[0]}")
         for i, (a, b) in enumerate(itertools.pairwise(bounds)):
             if b < a:
-                raise ValueError(f"cu_seqlens: expected non-decreasing values, got {a} then {b} at position {i + 1}")
+                raise ValueError(f"{name}: expected non-decreasing values, got {a} then {b} at position {i + 1}")
         if bounds[-1] > tokens:
-            raise ValueError(f"cu_seqlens: expected to end within T = {tokens}, got {bounds[-1]}")
+            raise ValueError(f"{name}: expected to end within T = {tokens}, got {bounds[-1]}")
     return t
