@@ -2,7 +2,7 @@
 # GPU tests and figures, on a machine that has its own torch, CUDA and pytest. Reaches no package index: the package is
 # installed without dependencies into a folder of its own, with a native library taken along if cuda_kernels/ holds one
 # and built with nvcc otherwise.
-# usage: ci/gpu.sh [--only tests|figures] [pytest arguments]
+# usage: ci/gpu.sh [--only tests|verify|bench] [pytest arguments]
 #        PYTHON names the interpreter (python3), OUT the folder of the figures, LIMIT the seconds that a stage may take
 #        (the tests four times as long)
 set -uo pipefail
@@ -13,8 +13,8 @@ only=all
 if [ "${1:-}" = --only ]; then
     only=${2:-}
     case $only in
-        tests | figures) shift 2 ;;
-        *) echo "$0: --only: expected tests or figures, got '$only'" >&2; exit 2 ;;
+        tests | verify | bench) shift 2 ;;
+        *) echo "$0: --only: expected tests, verify or bench, got '$only'" >&2; exit 2 ;;
     esac
 fi
 PY=${PYTHON:-python3}
@@ -33,7 +33,10 @@ echo "== installing ($([ -z "$build" ] && echo with the native library that is h
 MINDSPEED_KDA_BUILD_CUDA=$build install_into "$PY" "$site" || { echo "$0: the installation failed" >&2; exit 1; }
 
 failed=()
-if [ $only != figures ]; then
+wanted() { [ $only = all ] || [ $only = "$1" ]; }
+backends=cuda,triton,torch
+shape=1x2048x32x128x128
+if wanted tests; then
     parallel=()
     if "$PY" -c 'import xdist' 2>/dev/null; then
         # Compiling is what takes the time, a process and a core each; the GPU's memory bounds how many share it.
@@ -43,22 +46,22 @@ if [ $only != figures ]; then
     fi
     STAGE_LIMIT=$((4 * LIMIT)) stage "tests" device_tests "$PY" "$site" gpu "${parallel[@]}" "$@"
 fi
-if [ $only != tests ]; then
-    backends=cuda,triton,torch
-    shape=1x2048x32x128x128
+STAGE_LIMIT=$LIMIT
+if wanted verify; then
+    stage "doctor" figures "$PY" "$site" "$OUT" gpu_doctor doctor
+    stage "verify" figures "$PY" "$site" "$OUT" gpu_verify verify --device cuda
+    stage "verify the training shape" figures "$PY" "$site" "$OUT" gpu_verify_training_shape \
+        verify --device cuda --backend "$backends" --shape "$shape" --dtype fp16,bf16 --steps 2
+fi
+if wanted bench; then
     peer=(--peer none)
     if "$PY" -c 'import fla' 2>/dev/null; then
         peer=(--peer fla)
     else
         echo "== flash-linear-attention is not installed: bench compares with PyTorch eager alone"
     fi
-    STAGE_LIMIT=$LIMIT
-    stage "doctor" figures "$PY" "$site" "$OUT" gpu_doctor doctor
-    stage "verify" figures "$PY" "$site" "$OUT" gpu_verify verify --device cuda
-    stage "verify the training shape" figures "$PY" "$site" "$OUT" gpu_verify_training_shape \
-        verify --device cuda --backend "$backends" --shape "$shape" --dtype fp16,bf16 --steps 2
     stage "bench" figures "$PY" "$site" "$OUT" gpu_bench \
         bench --device cuda --backends "$backends" "${peer[@]}" --shapes "$shape" --dtype fp16,bf16,fp32
 fi
-[ $only = all ] || echo "== only the $only ran"
+[ $only = all ] || echo "== only $only ran, of tests, verify and bench"
 finish
