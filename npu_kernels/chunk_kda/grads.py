@@ -15,7 +15,7 @@ in da.
 Grid: persistent, 1-D. Task (chunk, value head, K block): a program owns the [BT, BK] tile of dq, dk and dx.
 Tile: BT x BK (tiling.py). On NVIDIA one launch does rows and columns (ROWS and COLS) in one loop over the levels; on
 Ascend two launches do one each: together they overflow UB and take its compilers minutes.
-Bytes per task: reads q, k, x [BT, BK], g or a [BT, BK] fp32, P and D [BT, BT] (from cache after the first level), dq,
+Bytes per task: reads q, k, x [BT, BK], g or a [BT, BK] fp32, P and D [BT, BT] (with GATHER each level, from cache), dq,
 dk and da [BT, BK] fp32; writes dq and dk [BT, BK] (fp32, or final with TOKEN_MAJOR), dx [BT, BK], two rows [BK] fp32,
 db_p [BT]. Two launches read q, k, g, P and D twice and pass dk and da once more.
 Fused: pair gradient, reverse cumsum, gate backward, and with NORM_HERE the norm's backward.
@@ -29,6 +29,16 @@ import triton.language as tl
 from mindspeed_kda.npu_kernels.chunk_kda.gates import log_decay_backward
 from mindspeed_kda.npu_kernels.chunk_kda.pairs import at_level, level_factor, operand, pair_levels
 from mindspeed_kda.npu_kernels.common import decode_chunk, load_row, load_tile, store_row, store_tile
+
+
+@triton.jit
+def _pairs(p, b_x, n_rows, BT: tl.constexpr, AGAIN: tl.constexpr):
+    """P or D inside the loop over levels: the tile b_x, or AGAIN from cache, where registers are what is short."""
+    if AGAIN:
+        b_y = load_tile(p, BT, n_rows, BT, BT, BT)
+    else:
+        b_y = b_x
+    return b_y
 
 
 @triton.jit(do_not_specialize=["T", "NT", "R", "n_chunks"])
@@ -76,24 +86,26 @@ def grads(
             b_dk += b_m * b_q
             b_db = tl.zeros([BT], dtype=tl.float32)
 
+        b_P0 = load_tile(p_P, BT, n_rows, BT, BT, BT)  # [BT, BT]
+        b_D0 = load_tile(p_D, BT, n_rows, BT, BT, BT)  # [BT, BT]
         for level in range(LEVELS):
             S = 1 << level
             b_f = level_factor(g + at_g, b_g, n_rows, n_k, S, K, BT, BK, GATHER)
             if ROWS:
                 b_kf = operand(b_k * b_f, XT, PREC)
-                b_P = at_level(load_tile(p_P, BT, n_rows, BT, BT, BT), b_pair, S)
+                b_P = at_level(_pairs(p_P, b_P0, n_rows, BT, GATHER), b_pair, S)
                 b_row = tl.dot(operand(b_P, XT, PREC), b_kf, input_precision=PREC)
                 b_dg += operand(b_q * b_f, XT, PREC) * b_row
                 b_dq += b_f * b_row
-                b_D = at_level(load_tile(p_D, BT, n_rows, BT, BT, BT), b_pair, S)
+                b_D = at_level(_pairs(p_D, b_D0, n_rows, BT, GATHER), b_pair, S)
                 b_rowk = tl.dot(operand(b_D, XT, PREC), b_kf, input_precision=PREC)
                 b_db += tl.sum(b_kf * b_rowk, 1)
                 b_dg += operand(b_b * b_k * b_f, XT, PREC) * b_rowk
                 b_dk += b_b * b_f * b_rowk
             if COLS:
-                b_Pt = tl.trans(at_level(load_tile(p_P, BT, n_rows, BT, BT, BT), b_pair, S))
+                b_Pt = tl.trans(at_level(_pairs(p_P, b_P0, n_rows, BT, GATHER), b_pair, S))
                 b_col = tl.dot(operand(b_Pt, XT, PREC), operand(b_q * b_f, XT, PREC), input_precision=PREC)
-                b_Dt = tl.trans(at_level(load_tile(p_D, BT, n_rows, BT, BT, BT), b_pair, S))
+                b_Dt = tl.trans(at_level(_pairs(p_D, b_D0, n_rows, BT, GATHER), b_pair, S))
                 b_bf = operand(b_b * b_k * b_f, XT, PREC)
                 b_col = tl.dot(operand(b_Dt, XT, PREC), b_bf, b_col, input_precision=PREC)
                 b_dg -= operand(b_k * b_f, XT, PREC) * b_col
