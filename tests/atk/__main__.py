@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ examples:
   python -m tests.atk --backend torch --case 17 --op chunk_kda        one case, with what it missed
   python -m tests.atk --write                                         freeze the cases anew
 
-Exit codes: 0 all passed, 1 a case failed, 2 wrong usage.
+Exit codes: 0 all passed, 1 a case failed or was not run, 2 wrong usage.
 """
 
 
@@ -47,6 +48,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="cpu", help="cpu (default), cuda, npu; goldens are computed there too")
     p.add_argument("--processes", type=int, default=1, metavar="N", help="run in N processes (default 1)")
     p.add_argument("--repeats", type=int, default=2, metavar="N", help="runs that must agree bit for bit (default 2)")
+    p.add_argument(
+        "--time-limit",
+        type=float,
+        default=math.inf,
+        metavar="S",
+        help="begin no case after S seconds; exit code 1 if any",
+    )
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     p.add_argument("--out", metavar="FILE", help="also write that JSON object to FILE")
     p.add_argument("--write", action="store_true", help="write the frozen case files from the generators, then stop")
@@ -101,7 +109,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"[{done}/{total} {clock:.0f} s] {result.op} {result.case_id} {result.key}: {words}", file=sys.stderr)
 
     results = suite.run_all(
-        jobs, args.backend, args.device, repeats=args.repeats, processes=args.processes, progress=progress
+        jobs,
+        args.backend,
+        args.device,
+        repeats=args.repeats,
+        processes=args.processes,
+        seconds=args.time_limit,
+        progress=progress,
     )
     failed = [r for r in results if r.misses]
     summary = {
@@ -110,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "device": device_name(device),
         "backend": args.backend or "automatic",
         "cases": len(results),
+        "not_run": len(jobs) - len(results),
         "passed": len(results) - len(failed),
         "seconds": round(time.perf_counter() - began, 1),
     }
@@ -123,11 +138,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(suite.table(results))
         print()
         print(
-            "{passed} of {cases} cases passed; backend {backend}, {device}, torch {torch}, {seconds} s".format(
+            "{passed} of {cases} cases passed, {not_run} not run; backend {backend}, {device}, torch {torch}, {seconds} s".format(
                 **summary
             )
         )
-    return 1 if failed else 0
+    return 1 if failed or len(results) < len(jobs) else 0
 
 
 if __name__ == "__main__":

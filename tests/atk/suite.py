@@ -144,9 +144,13 @@ def _run_accuracy(
 Job = tuple[str, str, Spec]
 
 
-def _batch(jobs: Sequence[Job], backend: str | None, device: str, repeats: int) -> list[CaseResult]:
+def _batch(
+    jobs: Sequence[Job], backend: str | None, device: str, repeats: int, deadline: float = math.inf
+) -> list[CaseResult]:
+    """The cases of ``jobs`` that begin before ``deadline``, a reading of time.time()."""
     torch.set_num_threads(1)
-    return [run_case(op, kind, spec, backend, device, repeats) for op, kind, spec in jobs]
+    started = itertools.takewhile(lambda _: time.time() < deadline, jobs)
+    return [run_case(op, kind, spec, backend, device, repeats) for op, kind, spec in started]
 
 
 def batches(jobs: Iterable[Job], size: int = 16) -> list[list[Job]]:
@@ -170,28 +174,29 @@ def run_all(
     *,
     repeats: int = 2,
     processes: int = 1,
+    seconds: float = math.inf,
     progress: Callable[[CaseResult, int, int], None] = lambda result, done, total: None,
 ) -> list[CaseResult]:
-    """All cases, in ``processes`` processes of their own (1: in this one). Sorted by op, kind and case."""
+    """All cases that begin within ``seconds``, in ``processes`` processes of their own (1: in this one). Sorted by op,
+    kind and case."""
     results: list[CaseResult] = []
-    for new in _results(jobs, backend, device, repeats, processes):
+    for new in _results(jobs, backend, device, repeats, processes, time.time() + seconds):
         results.append(new)
         progress(new, len(results), len(jobs))
     return sorted(results, key=lambda r: (r.op, r.kind, r.case_id))
 
 
 def _results(
-    jobs: Sequence[Job], backend: str | None, device: str, repeats: int, processes: int
+    jobs: Sequence[Job], backend: str | None, device: str, repeats: int, processes: int, deadline: float
 ) -> Iterator[CaseResult]:
     work = batches(jobs)
     if processes <= 1:
-        for batch in work:
-            for op, kind, spec in batch:
-                yield run_case(op, kind, spec, backend, device, repeats)
+        for job in itertools.chain.from_iterable(work):
+            yield from _batch([job], backend, device, repeats, deadline)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, len(work)) or 1, mp_context=context) as pool:
-        for future in as_completed([pool.submit(_batch, batch, backend, device, repeats) for batch in work]):
+        for future in as_completed([pool.submit(_batch, batch, backend, device, repeats, deadline) for batch in work]):
             yield from future.result()
 
 
