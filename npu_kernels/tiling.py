@@ -56,13 +56,16 @@ class Row:
 
 PAIRS = ("states", "grads")
 SCANS = ("scan", "scan_bwd")
+STEPS = ("fused_recurrent",)
 # The first rows are the stages of chunk_kda; a stage that no row names takes the op's.
 TABLE = (
     Row("npu", None, None, ("intra",), 32, 64, 64, "183 KiB of UB; at 64 its sums over levels overflow"),
     Row("npu", None, None, PAIRS, 16, 64, 64, "191 KiB of UB; at 32 the compiler gives up multi-buffering"),
     Row("npu", None, 128, SCANS, 64, 64, 64, "147 KiB of UB"),
     Row("npu", None, None, SCANS, 64, 32, 64, "a state of 256 x 64 overflows UB (265 KiB)"),
+    Row("npu", None, None, STEPS, 64, 32, 64, "K whole: a state of 256 x 32 is 32 KiB of UB"),
     Row("npu", None, None, ("heads",), 64, 64, 16, "K whole: 64 rows of 256 overflow UB (320 KiB)"),
+    Row("cuda", None, None, STEPS, 64, 16, 64, "not measured: 256 x 16 is 32 registers a thread"),
     Row("cuda", 16, 128, ("scan",), 64, 32, 64, "H200, bf16, T8192 H32 128: 682 us; BV 64: 741, 16: 907"),
     Row("cuda", 16, 128, ("scan_bwd",), 64, 32, 64, "same: 372 us; BV 64: 395, 16: 677, 8 warps: 415"),
     Row("cuda", 16, None, SCANS, 64, 32, 64, "two stages of a K of 256 exceed shared memory", num_stages=1),
@@ -72,6 +75,7 @@ TABLE = (
     Row("cuda", 16, None, ("grads",), 64, 64, 64, "same: 2212 us; 4 warps: 4519, BK 32: 2992, 128: 4143", 8, 1),
     Row("cuda", None, None, ("heads",), 64, 64, 16, "same: 144 us, near the copy speed"),
     Row("cuda", 32, None, ("intra", *SCANS, *PAIRS), 32, 32, 64, "fp32 products of 64 x 64 spill registers", 8, 1),
+    Row("cpu", None, None, STEPS, 64, 32, 64, "the interpreter proves the NPU's rows"),
     Row("cpu", None, None, PAIRS, 16, 64, 64, "the interpreter proves the NPU's rows"),
     Row("npu", 16, None, (), 64, 64, 32, "the op page's default; main needs up to 190 of 192 KiB of UB"),
     Row("npu", 32, None, (), 64, 64, 32, "fits as it is: main needs up to 170 KiB of UB"),

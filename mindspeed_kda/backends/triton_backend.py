@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mindspeed_kda import config
-from mindspeed_kda.contracts import chunk_kda, wy_dqkg
+from mindspeed_kda.contracts import chunk_kda, fused_recurrent_kda, wy_dqkg
 from mindspeed_kda.contracts.chunk_kda import ChunkKdaCall
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgCall
 from mindspeed_kda.registry import Backend, Registry
@@ -50,7 +50,17 @@ def _load_chunk_kda() -> Any:
     return plan
 
 
+def _load_fused_recurrent_kda() -> Any:
+    from mindspeed_kda.npu_kernels.fused_recurrent_kda.plan import run
+
+    return run
+
+
 def register(registry: Registry) -> None:
     priority = {"npu": 100, "cuda": 50}
-    for op, load in ((wy_dqkg.OP, _load_wy_dqkg), (chunk_kda.OP, _load_chunk_kda)):
+    for op, load in (
+        (wy_dqkg.OP, _load_wy_dqkg),
+        (chunk_kda.OP, _load_chunk_kda),
+        (fused_recurrent_kda.OP, _load_fused_recurrent_kda),
+    ):
         registry.register(Backend(op, NAME, supports, load, available=available, priority=priority))

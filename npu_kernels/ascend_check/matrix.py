@@ -15,7 +15,9 @@ from mindspeed_kda.npu_kernels.ascend_check.spec import Config, KernelSpec, Prov
 from mindspeed_kda.npu_kernels.ascend_check.targets import Target
 from mindspeed_kda.npu_kernels.ascend_check.worker import Task, run_all
 
-PROVIDERS = ("mindspeed_kda.npu_kernels.wy_dqkg.gate:specs", "mindspeed_kda.npu_kernels.chunk_kda.gate:specs")
+PROVIDERS = tuple(
+    f"mindspeed_kda.npu_kernels.{op}.gate:specs" for op in ("wy_dqkg", "chunk_kda", "fused_recurrent_kda")
+)
 """``module:function`` of every provider; a new op adds its own here."""
 
 DTYPES = ("float16", "bfloat16", "float32")

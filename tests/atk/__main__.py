@@ -125,7 +125,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "backend": args.backend or "automatic",
         "cases": len(results),
         "not_run": len(jobs) - len(results),
-        "passed": len(results) - len(failed),
+        "passed": sum(r.passed for r in results),
+        "declined": sum(bool(r.declined) for r in results),
         "seconds": round(time.perf_counter() - began, 1),
     }
     report = json.dumps({**summary, "results": suite.as_dict(results)}, indent=1)
@@ -138,9 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(suite.table(results))
         print()
         print(
-            "{passed} of {cases} cases passed, {not_run} not run; backend {backend}, {device}, torch {torch}, {seconds} s".format(
-                **summary
-            )
+            "{passed} of {cases} cases passed, {declined} declined, {not_run} not run; "
+            "backend {backend}, {device}, torch {torch}, {seconds} s".format(**summary)
         )
     return 1 if failed or len(results) < len(jobs) else 0
 

@@ -20,12 +20,15 @@ import torch
 
 from mindspeed_kda import config
 from mindspeed_kda.chunks import cdiv, count_chunks
+from mindspeed_kda.registry import REGISTRY
 from mindspeed_kda.testing.inputs import cu_seqlens_of
 from mindspeed_kda.testing.memory import hostile_memory
 from tests.atk import standards
 from tests.atk.plugin import DTYPES, Executor, break_argument
 from tests.atk.records import Spec
 
+DECLINES = "cannot run this call"
+"""What the registry says of a call that the backend asked for does not serve."""
 STRATA = ("dtype", "chunk_size", "state_v_first", "gate")
 """A sample takes cases from every combination of these, and of packed or not, equally."""
 
@@ -42,6 +45,12 @@ class CaseResult:
     seconds: float = 0.0
     worst: dict[str, float] = field(default_factory=dict)
     misses: list[str] = field(default_factory=list)
+    declined: str = ""
+    """Why the backend asked for, which is there, does not serve this call; nothing ran then."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.misses and not self.declined
 
 
 def executor(op: str) -> Executor:
@@ -116,6 +125,13 @@ def _run_accuracy(
 ) -> None:
     it, main = executor(op), DTYPES[spec["dtype"]]
     inputs = it.build(spec, torch.device(device))
+    try:
+        it.run(inputs, backend)
+    except RuntimeError as error:
+        if backend is None or REGISTRY.of(op)[backend].available() is not None or DECLINES not in str(error):
+            raise
+        result.declined = str(error).partition(f"{DECLINES}: ")[2]
+        return
     golden, control, dtypes = it.golden(inputs), it.control(inputs) if dual else None, it.dtypes(inputs)
     with hostile_memory():
         runs = [it.run(inputs, backend) for _ in range(max(repeats, 1))]
@@ -202,13 +218,25 @@ def _results(
 
 def table(results: Sequence[CaseResult]) -> str:
     """The pass table as Markdown: a row per op, kind and dtype; ratios are the largest of all cases and outputs."""
-    head = ("op", "cases", "dtype", "passed", "RMS ratio", "mixed tolerance", "MARE", "MERE", "RMSE", "failed")
+    head = (
+        "op",
+        "cases",
+        "dtype",
+        "passed",
+        "RMS ratio",
+        "mixed tolerance",
+        "MARE",
+        "MERE",
+        "RMSE",
+        "declined",
+        "failed",
+    )
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for (op, kind, dtype), group in itertools.groupby(
         sorted(results, key=lambda r: (r.op, r.kind, r.dtype)), key=lambda r: (r.op, r.kind, r.dtype)
     ):
         cases = list(group)
-        bad = [r for r in cases if r.misses]
+        bad, passed = [r for r in cases if r.misses], sum(r.passed for r in cases)
 
         def worst(figure: str, cases: list[CaseResult] = cases) -> float:
             pick = min if figure == "mixed" else max
@@ -216,8 +244,9 @@ def table(results: Sequence[CaseResult]) -> str:
 
         figures = [f"{worst('rms_ratio'):.1e}", f"{worst('mixed'):.4f}"]
         figures += [f"{worst(m):.2f}" for m in standards.RATIO_LIMITS]
-        cells = [f"`{op}`", kind, dtype, f"{len(cases) - len(bad)} / {len(cases)}"]
+        cells = [f"`{op}`", kind, dtype, f"{passed} / {len(cases)}"]
         cells += ["-" if f == "nan" else f for f in figures]
+        cells.append(str(sum(bool(r.declined) for r in cases)))
         lines.append("| " + " | ".join([*cells, ", ".join(str(r.case_id) for r in bad[:8]) or "-"]) + " |")
     return "\n".join(lines)
 

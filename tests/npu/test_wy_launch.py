@@ -120,7 +120,7 @@ def test_warps_and_stages_are_given_to_cuda_alone():
 
 
 STAGES = ("main", "dv2_db", "dk_dg_db", "dA_pre", "dA_post_right", "dA_post_left", "zero_tail")
-ALL_STAGES = (*STAGES, *chunk_kda_stages)
+ALL_STAGES = (*STAGES, *chunk_kda_stages, "fused_recurrent")
 SIZES = (1, 15, 16, 17, 60, 64, 100, 128, 200, 256)
 
 

@@ -1,0 +1,1 @@
+"""Triton kernel of fused_recurrent_kda: plan.run(call) launches it."""
