@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     p.add_argument("--out", metavar="FILE", help="also write that JSON object to FILE")
+    p.add_argument("--brief", action="store_true", help="JSON with the table and only the cases that did not pass")
     p.add_argument("--write", action="store_true", help="write the frozen case files from the generators, then stop")
     return p
 
@@ -129,7 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "declined": sum(bool(r.declined) for r in results),
         "seconds": round(time.perf_counter() - began, 1),
     }
-    report = json.dumps({**summary, "results": suite.as_dict(results)}, indent=1)
+    details = suite.brief(results) if args.brief else {"results": suite.as_dict(results)}
+    report = json.dumps({**summary, **details}, indent=1)
     if args.out:
         with open(args.out, "w", encoding="utf-8") as file:
             file.write(report + "\n")

@@ -253,3 +253,12 @@ def table(results: Sequence[CaseResult]) -> str:
 
 def as_dict(results: Sequence[CaseResult]) -> list[dict[str, Any]]:
     return [asdict(r) for r in results]
+
+
+def brief(results: Sequence[CaseResult]) -> dict[str, Any]:
+    """What is committed of a run: the table, and what each case that did not pass says."""
+    left = [r for r in results if not r.passed]
+    said = [
+        {"op": r.op, "kind": r.kind, "case": r.key, "id": r.case_id, "says": r.misses or [r.declined]} for r in left
+    ]
+    return {"table": table(results).splitlines(), "not_passed": said}

@@ -208,6 +208,31 @@ def test_processes_give_the_same(tmp_path):
     assert [(r.case_id, r.worst, r.misses) for r in one] == [(r.case_id, r.worst, r.misses) for r in two]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_case_begins_after_the_time_limit(processes):
+    jobs = [(WY, "accuracy", s) for s in suite.sample(records.load(WY), 4, 4000)]
+    assert suite.run_all(jobs, "torch", "cpu", processes=processes, seconds=0.0) == []
+
+
+def test_the_command_fails_where_cases_were_not_run(capsys):
+    assert main(["--backend", "torch", "--op", WY, "--sample", "2", "--time-limit", "0"]) == 1
+    assert "0 of 0 cases passed, 0 declined, 4 not run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_declined_call_is_told_apart_only_where_the_backend_is_there(there, monkeypatch):
+    """What cannot run at all on this machine must not look like a call outside the backend's limits."""
+    reason = None if there else "no library"
+    REGISTRY.register(Backend(WY, "narrow", lambda call: "too wide", lambda: None, available=lambda: reason))
+    try:
+        spec = suite.sample(records.load(WY), 1, 4000)[0]
+        result = suite.run_case(WY, "accuracy", spec, "narrow", "cpu")
+    finally:
+        REGISTRY.unregister(WY, "narrow")
+    assert not result.passed
+    assert (result.declined, bool(result.misses)) == (("too wide", False) if there else ("", True))
+
+
 class TestUnderAtk:
     """The plug-ins register themselves with ATK where it is there: a stub of the four names that they use."""
 
