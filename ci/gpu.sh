@@ -52,6 +52,8 @@ if wanted verify; then
     stage "verify" figures "$PY" "$site" "$OUT" gpu_verify verify --device cuda
     stage "verify the training shape" figures "$PY" "$site" "$OUT" gpu_verify_training_shape \
         verify --device cuda --backend "$backends" --shape "$shape" --dtype fp16,bf16 --steps 2
+    stage "atk, a sample" limited env -C "$site/site" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" "$PY" -m tests.atk \
+        --device cuda --sample 20 --processes 8 --time-limit $((LIMIT * 2 / 3)) --brief --out "$OUT/gpu_atk.json"
 fi
 if wanted bench; then
     peer=(--peer none)
