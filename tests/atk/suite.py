@@ -259,6 +259,7 @@ def brief(results: Sequence[CaseResult]) -> dict[str, Any]:
     """What is committed of a run: the table, and what each case that did not pass says."""
     left = [r for r in results if not r.passed]
     said = [
-        {"op": r.op, "kind": r.kind, "case": r.key, "id": r.case_id, "says": r.misses or [r.declined]} for r in left
+        {"op": r.op, "kind": r.kind, "case": r.key, "id": r.case_id, "says": "; ".join(r.misses[:3]) or r.declined}
+        for r in left
     ]
     return {"table": table(results).splitlines(), "not_passed": said}
