@@ -302,8 +302,8 @@ def flash_attention(
       (left, right), how many keys before and after it are seen, None for no bound; ``causal`` makes right 0.
     * ``softcap`` c: scores become c * tanh(s / c), with s scaled already; 0 is none. ``scale=None`` means D^-0.5.
     * ``deterministic``: gradients repeat bit for bit. False allows a backend to add into dq in any order.
-    * ``backend``: "torch", "library"; None takes ``use_backend``, then ``MINDSPEED_KDA_BACKEND``, then the best that
-      can run the call. The same backend runs backward.
+    * ``backend``: "torch", "library", "triton" (which is taken by name only); None takes ``use_backend``, then
+      ``MINDSPEED_KDA_BACKEND``, then the best that can run the call. The same backend runs backward.
 
     A query that sees no key, and one that belongs to no sequence, has o = 0, lse = -inf and gradients 0. Inputs may
     have any strides and are never written. Raises ValueError or TypeError naming the argument, before any kernel runs,

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from mindspeed_kda import config
-from mindspeed_kda.contracts import chunk_kda, fused_recurrent_kda, wy_dqkg
+from mindspeed_kda.contracts import chunk_kda, flash_attention, fused_recurrent_kda, wy_dqkg
 from mindspeed_kda.contracts.chunk_kda import ChunkKdaCall
+from mindspeed_kda.contracts.flash_attention import FlashAttentionCall
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgCall
 from mindspeed_kda.registry import Backend, Registry
 
@@ -22,7 +23,7 @@ def available() -> str | None:
     return None
 
 
-def supports(call: WyDqkgCall | ChunkKdaCall) -> str | None:
+def supports(call: WyDqkgCall | ChunkKdaCall | FlashAttentionCall) -> str | None:
     reason = available()
     if reason is not None:
         return reason
@@ -56,6 +57,18 @@ def _load_fused_recurrent_kda() -> Any:
     return run
 
 
+def supports_flash_attention(call: FlashAttentionCall) -> str | None:
+    if call.device.type == "npu":
+        return "tensors: expected device cuda or cpu, since the compile gate has not passed these kernels, got npu"
+    return supports(call)
+
+
+def _load_flash_attention() -> Any:
+    from mindspeed_kda.npu_kernels.flash_attention import plan
+
+    return plan
+
+
 def register(registry: Registry) -> None:
     priority = {"npu": 100, "cuda": 50}
     for op, load in (
@@ -64,3 +77,7 @@ def register(registry: Registry) -> None:
         (fused_recurrent_kda.OP, _load_fused_recurrent_kda),
     ):
         registry.register(Backend(op, NAME, supports, load, available=available, priority=priority))
+    # by name only: no rate of these kernels stands beside the others' yet
+    registry.register(
+        Backend(flash_attention.OP, NAME, supports_flash_attention, _load_flash_attention, available=available)
+    )

@@ -67,7 +67,7 @@ def test_repeatable_gradients_are_asked_of_torch():
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("backend", ["torch", "library"])
+@pytest.mark.parametrize("backend", ["torch", "library", "triton"])
 def test_memory_grows_with_the_length_alone(backend):
     """At T = 32768 a T x T mask of one byte would be 1 GiB; scores of one head 4 GiB."""
     x = inputs(torch.bfloat16, 32768, 1, 1, 64)[:4]
@@ -78,3 +78,28 @@ def test_memory_grows_with_the_length_alone(backend):
     results(torch.bfloat16, x, backend, causal=True, deterministic=False)
     peak = torch.cuda.max_memory_allocated() - before
     assert peak < 512 * 2**20, f"{peak / 2**20:.0f} MiB"
+
+
+TRITON_OPTIONS = {
+    "full": {},
+    "causal": {"causal": True},
+    "all": {"causal": True, "window": (100, None), "softcap": 3.0},
+}
+
+
+@pytest.mark.parametrize("dtype", LIMIT)
+@pytest.mark.parametrize("options", TRITON_OPTIONS.values(), ids=TRITON_OPTIONS)
+@pytest.mark.parametrize(("T", "D", "HK"), [(1, 64, 8), (129, 128, 1), (1000, 64, 2), (1000, 256, 8)])
+def test_triton(dtype, options, T, D, HK):
+    x = inputs(dtype, T, 8, HK, D)
+    want = results(torch.float64, x, "torch", **options)
+    check(results(dtype, x, "triton", **options), want, LIMIT[dtype])
+
+
+def test_triton_repeats():
+    x = inputs(torch.bfloat16, 1000, 8, 2, 128)
+    first = results(torch.bfloat16, x, "triton", causal=True)
+    for _ in range(49):
+        assert all(
+            torch.equal(a, b) for a, b in zip(first, results(torch.bfloat16, x, "triton", causal=True), strict=True)
+        )
