@@ -99,7 +99,9 @@ def test_the_readmes_losses_are_the_demos():
 def test_named_scripts_and_modules_exist():
     """Every committed script that a document tells to run."""
     for path in PAGES:
-        for name in re.findall(r"(?:\./)?((?:ci|benchmarks|tests|docs)/[\w/]+\.(?:sh|py|md|json|csv|png))", text(path)):
+        for name in re.findall(
+            r"(?:\./)?((?:ci|benchmarks|tests|docs)/[\w/]+\.(?:sh|py|md|jsonl?|csv|png))\b", text(path)
+        ):
             assert (ROOT / name).exists(), f"{path}: {name}"
 
 
