@@ -40,12 +40,17 @@ def supports(call: FlashAttentionCall) -> str | None:
     return _supports_cuda(call)
 
 
+def _repeats() -> bool:
+    """Whether PyTorch's flash backward runs its repeatable form: with warn_only it warns and runs the other one."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 def _supports_cuda(call: FlashAttentionCall) -> str | None:
     if call.dtype not in HALVES:
         return "q: expected float16 or bfloat16 on cuda, got float32"
     if call.D % 8:
         return f"q: expected D to be a multiple of 8 on cuda, got {call.D}"
-    if call.deterministic and call.needs_grad and not torch.are_deterministic_algorithms_enabled():
+    if call.deterministic and call.needs_grad and not _repeats():
         return "deterministic: expected False unless torch.use_deterministic_algorithms(True), got True"
     major, minor = torch.cuda.get_device_capability(call.device)
     if major < 8:

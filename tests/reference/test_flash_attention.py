@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mindspeed_kda import flash_attention, flash_attention_bwd
+from mindspeed_kda.backends import library_backend
 from mindspeed_kda.contracts import flash_attention as contract
 from mindspeed_kda.reference import flash_attention as reference
 
@@ -246,3 +247,15 @@ def test_backward_alone_checks_what_it_takes():
         flash_attention_bwd(do, q, k, v, o, lse[..., :3])
     with pytest.raises(TypeError, match="do: expected dtype float32, got float64"):
         flash_attention_bwd(do.double(), q, k, v, o, lse)
+
+
+@pytest.mark.parametrize(
+    ("on", "warn_only", "repeats"), [(False, False, False), (True, True, False), (True, False, True)]
+)
+def test_a_warning_alone_does_not_make_the_library_repeat(on, warn_only, repeats):
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(on, warn_only=warn_only)
+    try:
+        assert library_backend._repeats() is (on and not warn_only)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
