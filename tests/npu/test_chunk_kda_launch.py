@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from launch_specs import same
 
 from mindspeed_kda.contracts import chunk_kda as contract
-from mindspeed_kda.npu_kernels.ascend_check.spec import CONSTEXPR, Config
+from mindspeed_kda.npu_kernels.ascend_check.spec import Config
 from mindspeed_kda.npu_kernels.ascend_check.targets import TARGETS
 from mindspeed_kda.testing.kda_inputs import kda_inputs
 
@@ -22,7 +23,6 @@ from mindspeed_kda.npu_kernels.chunk_kda import gate, plan, specs  # noqa: E402
 TARGET = TARGETS["Ascend910B3"]
 FORWARD = ["prepare", "intra", "scan"]
 BACKWARD = ["prepare", "scan", "scan_bwd", "values", "states", "grads", "grads", "betas", "heads", "gate_sums"]
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 
 
 @pytest.fixture
@@ -91,22 +91,7 @@ def test_the_gate_compiles_what_is_launched(dtype, lengths, recorded, monkeypatc
     config = Config(str(dtype).removeprefix("torch."), 60, 33, 32, lengths is not None, "float32", False)
     listed = [(s.kernel.rpartition(":")[2], s) for s in gate.specs(config, TARGET)]
     for name, _, given in recorded:
-        assert any(_same(spec, given) for kernel, spec in listed if kernel == name), name
-
-
-def _same(spec, given):
-    constants = dict(spec.constants)
-    for name, kind in spec.signature:
-        value = given[name]
-        if kind == CONSTEXPR:
-            same = constants[name] == value
-        elif kind.startswith("*"):
-            same = value is not None and kind == "*" + NAMES[value.dtype]
-        else:
-            same = kind == {int: "i32", float: "fp32"}[type(value)]
-        if not same:
-            return False
-    return True
+        assert any(same(spec, given) for kernel, spec in listed if kernel == name), name
 
 
 @pytest.mark.parametrize("main", ["fp16", "bf16", "fp32"])

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from launch_specs import same
 
 from mindspeed_kda import fused_recurrent_kda
 from mindspeed_kda.contracts import fused_recurrent_kda as contract
-from mindspeed_kda.npu_kernels.ascend_check.spec import CONSTEXPR, Config
+from mindspeed_kda.npu_kernels.ascend_check.spec import Config
 from mindspeed_kda.npu_kernels.ascend_check.targets import TARGETS
 from mindspeed_kda.testing.inputs import kda_inputs, to_float64
 from mindspeed_kda.testing.metrics import assert_accurate
@@ -22,7 +23,6 @@ from mindspeed_kda.npu_kernels.fused_recurrent_kda import gate, plan  # noqa: E4
 
 TARGET = TARGETS["Ascend910B3"]
 LIMIT = {torch.float32: 1e-5, torch.float16: 1e-3}
-NAMES = {torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 RAW = {"gate": "softplus", "qk_l2norm": True, "beta_sigmoid": True}
 CASES = {
     "one token": {"B": 3, "T": 1, "H": 2, "K": 16, "V": 16, **RAW},
@@ -91,23 +91,8 @@ def test_one_launch_that_the_gate_compiles(lengths, recorded, monkeypatch):
     [(name, grid, given)] = recorded
     assert (name, grid) == ("fused_recurrent", (TARGET.vector_cores,))
     config = Config("float16", 60, 33, 16, lengths is not None, "float32", False)
-    assert any(_same(spec, given) for spec in gate.specs(config, TARGET))
+    assert any(same(spec, given) for spec in gate.specs(config, TARGET))
 
 
 def _with_heads(raw):
     return lambda config: dataclasses.replace(raw(config), H=2, HV=64)
-
-
-def _same(spec, given):
-    constants = dict(spec.constants)
-    for name, kind in spec.signature:
-        value = given[name]
-        if kind == CONSTEXPR:
-            same = constants[name] == value
-        elif kind.startswith("*"):
-            same = value is not None and kind == "*" + NAMES[value.dtype]
-        else:
-            same = kind == {int: "i32", float: "fp32"}[type(value)]
-        if not same:
-            return False
-    return True
