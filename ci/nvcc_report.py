@@ -70,9 +70,11 @@ def parse(text: str) -> list[Kernel]:
 
 def readable(name: str) -> str:
     """The kernel's name and template arguments, from its mangled name."""
-    match = re.search(r"\d+(wy_\w+?_kernel)I(.*?)EEvNS", name)
+    match = re.search(r"\d+((?:wy|kda)_[a-z_]+?_kernel)(?:I(.*?)EEv|E)", name)
     if match is None:
         return name
+    if match[2] is None:
+        return match[1]
     types = {"f": "float", "6__half": "half", "13__nv_bfloat16": "bf16", "S1_": "same", "S2_": "same"}
     words = re.findall(r"6__half|13__nv_bfloat16|S\d_|Li\d+E|Lb\dE|f", match[2] + "E")
     shown = [types.get(w, w[2:-1] if w.startswith("L") else "same") for w in words]

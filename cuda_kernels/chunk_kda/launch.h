@@ -21,5 +21,7 @@ cudaError_t kda_scan_backward(const KdaParams& p, cudaStream_t stream);
 cudaError_t kda_grads(const KdaParams& p, cudaStream_t stream);
 // Sums in fixed order: dA_log and ddt_bias over chunks; dq and dk over the value heads of a group where HV > H.
 cudaError_t kda_reduce(const KdaParams& p, cudaStream_t stream);
+// Zeros o, or in backward dq, dk, dv, dg, dbeta, in rows past the last packed sequence. Dense inputs: no launch.
+cudaError_t kda_clear_tail(const KdaParams& p, bool backward, cudaStream_t stream);
 
 }  // namespace kda

@@ -170,7 +170,7 @@ class Emulated:
         schedule: int = FORWARD,
     ) -> dict[str, Tensor]:
         """Runs stages of chunk_kda/launch.h ("plan", "prepare_forward", "prepare_backward", "scan_forward",
-        "scan_backward", "grads", "reduce") one after another.
+        "scan_backward", "grads", "reduce", "tail_forward", "tail_backward") one after another.
 
         given: do and dht where a stage reads them, and arrays of KdaParams that stages before these would have written
         (tiles and states as images). Returns every array of ``array_specs`` as the stages leave it, NaN (integers: all

@@ -18,6 +18,7 @@ __attribute__((weak)) cudaError_t kda_scan_forward(const KdaParams& p, cudaStrea
 __attribute__((weak)) cudaError_t kda_scan_backward(const KdaParams& p, cudaStream_t stream);
 __attribute__((weak)) cudaError_t kda_grads(const KdaParams& p, cudaStream_t stream);
 __attribute__((weak)) cudaError_t kda_reduce(const KdaParams& p, cudaStream_t stream);
+__attribute__((weak)) cudaError_t kda_clear_tail(const KdaParams& p, bool backward, cudaStream_t stream);
 
 static_assert(std::is_standard_layout_v<WyParams> && std::is_standard_layout_v<KdaParams>, "ctypes mirrors them");
 
@@ -25,6 +26,8 @@ namespace {
 
 cudaError_t prepare_forward(const KdaParams& p, cudaStream_t stream) { return kda_prepare(p, false, stream); }
 cudaError_t prepare_backward(const KdaParams& p, cudaStream_t stream) { return kda_prepare(p, true, stream); }
+cudaError_t tail_forward(const KdaParams& p, cudaStream_t stream) { return kda_clear_tail(p, false, stream); }
+cudaError_t tail_backward(const KdaParams& p, cudaStream_t stream) { return kda_clear_tail(p, true, stream); }
 
 struct Stage {
     const char* name;
@@ -58,6 +61,8 @@ int kda_emulator_chunk_kda(const kda::KdaParams* p, const char* name) {
         {"scan_backward", kda::kda_scan_backward, kda::kda_scan_backward != nullptr},
         {"grads", kda::kda_grads, kda::kda_grads != nullptr},
         {"reduce", kda::kda_reduce, kda::kda_reduce != nullptr},
+        {"tail_forward", kda::tail_forward, kda::kda_clear_tail != nullptr},
+        {"tail_backward", kda::tail_backward, kda::kda_clear_tail != nullptr},
     };
     for (const kda::Stage& stage : stages)
         if (std::strcmp(stage.name, name) == 0 && stage.present) return stage.launch(*p, nullptr);

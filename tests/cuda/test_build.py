@@ -50,6 +50,17 @@ def test_a_report_is_read_and_spills_show(figures, clean):
     assert report.readable(kernel.name) == "wy_dqkg_kernel<half, float, 128, 128, 1>"
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("_ZN3kda56_GLOBAL__N__0a1b_7_tail_cu_9f_15kda_tail_kernelENS0_4TailE", "kda_tail_kernel"),
+        ("_ZN3kda17kda_grads_kernelI13__nv_bfloat16Li128ELb1EEEvNS_9KdaParamsE", "kda_grads_kernel<bf16, 128, 1>"),
+    ],
+)
+def test_a_kernel_is_named_without_its_mangling(name, shown):
+    assert report.readable(name) == shown
+
+
 def test_a_report_without_figures_is_an_error():
     text = PTXAS.format(stack=0, stores=0, loads=0)
     for cut in ("Used 128", "bytes stack frame"):
