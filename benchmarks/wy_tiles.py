@@ -57,6 +57,7 @@ def main() -> None:
         )
         for rows in (table, *(_everywhere(bits, *candidate) for candidate in CANDIDATES[bits])):
             tiling.TABLE = rows
+            tiling.tile.cache_clear()
             assert_right(op(**kwargs, backend="triton"), kwargs)
             times = stage_times(kwargs)
             label = (
@@ -65,6 +66,7 @@ def main() -> None:
             each = "  ".join(f"{stage} {us:.1f}" for stage, us in times.items())
             print(f"{name} {label}: {sum(times.values()):.1f} us  ({each})", flush=True)
         tiling.TABLE = table
+        tiling.tile.cache_clear()
 
 
 def _everywhere(bits: int, BK: int, BV: int, BDA: int, warps: int) -> tuple[tiling.Row, ...]:

@@ -57,6 +57,20 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.get_device_module(device.type).device(device)
 
 
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+"""Compiled kernels on NVIDIA by everything that stock Triton compiles them for."""
+
+
+def _compiled_for(x: Any) -> Any:
+    """What stock Triton specialises an argument on: type and alignment of a tensor, width of an int and whether 1 or 16
+    divides it, and the value of everything else that is not a float."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if type(x) is int:
+        return 1 if x == 1 else (x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63)
+    return float if type(x) is float else x
+
+
 def launch(
     kernel: Any,
     device: torch.device,
@@ -67,9 +81,22 @@ def launch(
     *,
     cube: bool = True,
 ) -> None:
-    """Runs ``kernel`` over ``tasks`` tasks; ``cube`` says whether it holds a matrix product."""
+    """Runs ``kernel`` over ``tasks`` tasks; ``cube`` says whether it holds a matrix product.
+
+    On NVIDIA a kernel's second launch with arguments of the same kinds goes to the compiled kernel at once: binding the
+    arguments anew takes Triton longer than most of these kernels run.
+    """
     if tasks == 0:
         return
     available = cores(device.type, device.index or 0)
     grid = min(tasks, available.cube if cube else available.vector)
-    kernel[(grid,)](**args, **constants, **options(device.type, tile))
+    if device.type != "cuda":
+        kernel[(grid,)](**args, **constants, **options(device.type, tile))
+        return
+    values = {**args, **constants}
+    key = (kernel.fn, device.index, tile, *constants.values(), *map(_compiled_for, args.values()))
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        _COMPILED[key] = kernel[(grid,)](**values, **options(device.type, tile))
+    else:
+        compiled[(grid, 1, 1)](*(values[name] for name in kernel.arg_names))

@@ -6,6 +6,7 @@ serves a call and a stage is used. UB by ``ascend-check``, microseconds by ``ben
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 TARGETS = ("npu", "cuda", "cpu")
@@ -96,6 +97,7 @@ def power_of_two(n: int) -> int:
     return p
 
 
+@functools.cache
 def tile(target: str, bits: int, K: int, V: int, BT: int, stage: str) -> Tile:
     """Tile of a stage; sizes shrink to the head size and to BT where those are smaller. ValueError: no row fits."""
     for row in TABLE:
