@@ -2,7 +2,8 @@
 
 Eager calls do not pass through here (a Python operator costs tens of microseconds a call); ``api`` takes this way only
 while Dynamo traces, so that no graph break occurs. ``chunk_kda`` is an operator forward, one backward, and the formula
-that ties them; a request for a backend is read when the function is traced, and holds for both.
+that ties them; a request for a backend is read when the function is traced, and holds for both. The two halves of its
+backward (K2, K1) are plain functions here.
 """
 
 from __future__ import annotations
@@ -124,6 +125,44 @@ def _backward(ctx: Any, do: Tensor | None, dht: Tensor | None, _saved: Any) -> t
     grads = iter(chunk_kda_bwd(do, dht, list(saved), *tensors, *ctx.options))
     of_inputs = [None if x is None else next(grads) for x in tensors[:-1]]
     return (*of_inputs, None, *(None for _ in ctx.options))
+
+
+def _halves(backend: str | None, arguments: dict[str, Any]) -> tuple[kda.ChunkKdaCall, Any, tuple[Tensor, ...]]:
+    """The checked call, its backend, and what its forward keeps."""
+    call = kda.check(**arguments, needs_grad=True)
+    chosen = REGISTRY.choose(kda.OP, call, call.device.type, backend)
+    impl = chosen.load()
+    if not hasattr(impl, "bwd_recurrence"):
+        raise RuntimeError(f"backend {chosen.name!r} has no K1 and K2 of their own; cuda and torch have")
+    return call, impl, impl.forward(call)[2]
+
+
+@torch.no_grad()
+def chunk_kda_bwd_recurrence(
+    do: Tensor, dht: Tensor | None = None, *, backend: str | None = None, **arguments: Any
+) -> kda.Recurrence:
+    """K2, the recurrence of ``chunk_kda``'s backward: h, v_new, dh, dv, dh0 (``contracts.chunk_kda.Recurrence``).
+
+    do is the gradient of o [B, T, HV, V], dht that of the final state or None; ``arguments`` are the keyword arguments
+    of ``chunk_kda`` but ``backend``. A and Aqk are computed first, as its forward does. Chunks past the last one of
+    packed sequences hold nothing. Formulas: docs/kda_math.md, section 4. Raises what ``chunk_kda`` raises, and
+    RuntimeError where the backend has no K2 of its own.
+    """
+    call, impl, saved = _halves(backend, arguments)
+    return impl.bwd_recurrence(call, saved, do, dht)
+
+
+@torch.no_grad()
+def chunk_kda_bwd_inputs(
+    do: Tensor, recurrence: kda.Recurrence, *, backend: str | None = None, **arguments: Any
+) -> kda.ChunkKdaGrads:
+    """K1, the way back to ``chunk_kda``'s inputs: their gradients, from what K2 left; dh0 is handed on.
+
+    Arguments as those of ``chunk_kda_bwd_recurrence``; each gradient has its input's shape, and its dtype or a wider
+    one. Formulas: docs/kda_math.md, sections 5 to 7. Raises what ``chunk_kda_bwd_recurrence`` raises.
+    """
+    call, impl, saved = _halves(backend, arguments)
+    return impl.bwd_inputs(call, saved, do, recurrence)
 
 
 chunk_kda_fwd.register_autograd(_backward, setup_context=_setup_context)

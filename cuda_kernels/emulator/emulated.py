@@ -17,6 +17,9 @@ from torch import Tensor
 
 from mindspeed_kda.contracts.chunk_kda import LOWER_BOUND, PREGATED, SOFTPLUS, ChunkKdaCall
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgCall, WyDqkgGrads, output_specs
+from mindspeed_kda.cuda_kernels.chunk_kda.layout import image, num_chunks
+
+__all__ = ["FORWARD", "REVERSE", "Emulated", "EmulationError", "array_specs", "image", "num_chunks"]
 
 FORWARD, REVERSE = 0, 1
 """Which lane, warp and CTA runs next: the following or the preceding one."""
@@ -61,14 +64,9 @@ class KdaParams(ctypes.Structure):
     ]
 
 
-def chunks_in_all(call: ChunkKdaCall) -> int:
-    """KdaParams.NT, from shapes alone."""
-    return call.B * -(-call.T // 64) if call.cu_seqlens is None else call.T // 64 + call.N
-
-
 def array_specs(call: ChunkKdaCall) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every array of KdaParams that a stage writes for this call; see chunk_kda/params.h."""
-    c, NT, main, f32 = call, chunks_in_all(call), call.dtype, torch.float32
+    c, NT, main, f32 = call, num_chunks(call), call.dtype, torch.float32
     states = (c.N, c.HV, c.V, c.K) if c.state_v_first else (c.N, c.HV, c.K, c.V)
     key_tile, value_tile, state = (NT, c.HV, 64, c.K), (NT, c.HV, 64, c.V), (NT, c.HV, c.K, c.V)
     out: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -96,16 +94,6 @@ def array_specs(call: ChunkKdaCall) -> dict[str, tuple[tuple[int, ...], torch.dt
     if c.HV > c.H:
         out |= dict.fromkeys(("dq_head", "dk_head"), ((c.B, c.T, c.HV, c.K), f32))
     return out
-
-
-def image(x: Tensor) -> Tensor:
-    """[..., rows, D] 16-bit from its plain order to that of a shared-memory tile, and back: 8 elements, 16 bytes, a
-    piece; piece i of 8 neighbours lies at i xor (row modulo 8)."""
-    *lead, rows, D = x.shape
-    pieces = x.reshape(*lead, rows, D // 64, 8, 8)
-    at = torch.arange(8) ^ (torch.arange(rows)[:, None] % 8)
-    index = at.view(*[1] * len(lead), rows, 1, 8, 1).expand(pieces.shape)
-    return torch.gather(pieces, -2, index).reshape(x.shape)
 
 
 class EmulationError(RuntimeError):
@@ -194,7 +182,7 @@ class Emulated:
                         )
                     out[name].copy_(given[name])
             p.B, p.T, p.NT, p.N, p.H, p.HV, p.K, p.V = (
-                call.B, call.T, chunks_in_all(call), call.N, call.H, call.HV, call.K, call.V,
+                call.B, call.T, num_chunks(call), call.N, call.H, call.HV, call.K, call.V,
             )  # fmt: skip
             p.scale, p.lower_bound, p.beta_scale = call.scale, call.lower_bound or 0.0, call.beta_scale
             p.main, p.gate = _MAIN[call.dtype], _GATE[call.gate]

@@ -53,6 +53,21 @@ class ChunkKdaGrads(NamedTuple):
     dh0: Tensor | None
 
 
+class Recurrence(NamedTuple):
+    """What the recurrence of the backward (K2) leaves, named as the op of docs/kda_math.md, section 5, takes it: in the
+    main dtype or wider.
+
+    h, dh [B, NT, HV, K, V]: the state at each chunk's start, the gradient of the one at its end; v_new, dv [B, T, HV,
+    V]; dh0 as initial_state, None where there is none.
+    """
+
+    h: Tensor
+    v_new: Tensor
+    dh: Tensor
+    dv: Tensor
+    dh0: Tensor | None
+
+
 class ChunkKdaTensors(NamedTuple):
     """The tensors of a call in the order of ``ChunkKdaGrads``, then cu_seqlens."""
 
@@ -154,6 +169,21 @@ class ChunkKdaImpl(Protocol):
     ) -> ChunkKdaGrads: ...
 
     def saved_specs(self, call: ChunkKdaCall) -> tuple[Spec, ...]: ...
+
+
+class ChunkKdaHalves(Protocol):
+    """The two halves of ``backward``, of backends that have them apart; ``saved`` is what ``forward`` handed out.
+
+    ``bwd_recurrence`` is K2. ``bwd_inputs`` is K1, from what K2 left to the gradients; its dh0 is the one given.
+    """
+
+    def bwd_recurrence(
+        self, call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None
+    ) -> Recurrence: ...
+
+    def bwd_inputs(
+        self, call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, recurrence: Recurrence
+    ) -> ChunkKdaGrads: ...
 
 
 def check(

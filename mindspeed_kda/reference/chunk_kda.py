@@ -1,6 +1,6 @@
 """``chunk_kda`` by its definition in chunk form, forward and backward (docs/kda_math.md, sections 2 to 7).
 
-The implementation behind backend ``torch``: forward, backward and saved_specs of ``contracts.chunk_kda.ChunkKdaImpl``.
+The implementation behind backend ``torch``: ``ChunkKdaImpl`` and ``ChunkKdaHalves`` of ``contracts.chunk_kda``.
 Everything is computed in float32 (float64 for float64 inputs), all chunks at once; only the two recurrences over the
 states walk the chunks. Nothing is saved for backward unless ``disable_recompute``: what backward recomputes is then
 never a rounded copy of what forward used.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_kda import chunks
-from mindspeed_kda.contracts.chunk_kda import ChunkKdaCall, ChunkKdaGrads, Spec
+from mindspeed_kda.contracts.chunk_kda import ChunkKdaCall, ChunkKdaGrads, Recurrence, Spec
 from mindspeed_kda.contracts.wy_dqkg import wide
 from mindspeed_kda.reference import transforms
 from mindspeed_kda.reference.intra import (
@@ -245,8 +245,32 @@ def op_inputs(call: ChunkKdaCall, do: Tensor, dht: Tensor | None = None) -> dict
 
 @without_autocast
 def backward(call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> ChunkKdaGrads:
-    c = call
-    layout, r, s, do, dh, dv, dh0 = before_wy(c, saved, do, dht)
+    return _inputs_backward(call, before_wy(call, saved, do, dht))
+
+
+@without_autocast
+def bwd_recurrence(call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> Recurrence:
+    c, x = call, before_wy(call, saved, do, dht)
+    v_new, dv = (x.layout.scatter(t, c.T) for t in (x.states.v_new, x.dv))
+    return Recurrence(x.states.h, v_new, x.dh, dv, None if c.initial_state is None else _given_layout(c, x.dh0))
+
+
+@without_autocast
+def bwd_inputs(call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, recurrence: Recurrence) -> ChunkKdaGrads:
+    """A is recomputed from the inputs, or read from ``saved``."""
+    layout, _ = _layout(call)
+    r, compute = _rows(call, layout), wide(call.dtype)
+    A = States(*saved).A if saved else unit_lower_inverse(r.b * decayed_products((r.q, r.k), r.k, r.a)[1])
+    h, dh = recurrence.h.to(compute), recurrence.dh.to(compute)
+    v_new, dv, do = (layout.gather(t).to(compute) for t in (recurrence.v_new, recurrence.dv, do))
+    states = States(A, torch.empty_like(A), v_new, h)
+    grads = _inputs_backward(call, BeforeWy(layout, r, states, do, dh, dv, torch.empty_like(h)))
+    return grads._replace(dh0=recurrence.dh0)
+
+
+def _inputs_backward(c: ChunkKdaCall, x: BeforeWy) -> ChunkKdaGrads:
+    """Stages B3 to B6; reads all of ``x`` but Aqk, and dh0 only to hand it on."""
+    layout, r, s, do, dh, dv, dh0 = x
     wy = wy_chunks(
         q=r.q, k=r.k, v=r.v, v_new=s.v_new, b=r.b, A=s.A, h=s.h, do=do, dh=dh, dv=dv,
         decay=r.decay, to_end=r.to_end, decay_last=r.decay_last, scale=c.scale,
