@@ -30,7 +30,7 @@ HERE = Path(__file__).resolve().parent
 LIBRARY = "libmindspeed_kda_cuda.so"
 KERNEL_SOURCES = (
     *("wy_dqkg/f32.cu", "wy_dqkg/f16.cu", "wy_dqkg/bf16.cu"),
-    "chunk_kda/tail.cu",
+    *("chunk_kda/plan.cu", "chunk_kda/tail.cu"),
 )
 """Longest to compile first."""
 BIND_SOURCES = ("bind/library.cpp",)

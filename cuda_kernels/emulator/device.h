@@ -155,6 +155,11 @@ inline float exp2_fast(float x) {
     return y < FLT_MIN ? 0.f : y;  // results below the normal numbers are flushed; NaN stays
 }
 
+inline float reciprocal_fast(float x) {
+    const float y = 1.f / x;
+    return fabsf(y) < FLT_MIN ? copysignf(0.f, y) : y;
+}
+
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t blocks, int threads, int shared, cudaStream_t, const Params& p) {
     return emulator::launch(blocks, threads, shared, emulator::thread_of<kKernel, Params>, &p);

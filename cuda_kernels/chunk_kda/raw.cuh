@@ -1,0 +1,167 @@
+// From the raw inputs of a chunk and value head to what the formulas are about: r, b, and g, in fp32. Forward and
+// backward call the same functions, so that they work with the same bits.
+//
+//   r = 1 / sqrt(sum_d x^2 + 1e-6), of q and of k        b = c sigmoid(beta), or beta as given
+//   a = log2 of a token's decay, from g as given by one of three gates        g = inclusive sum of a over the chunk
+//
+// Tokens past a chunk's last: a = 0, so that row 63 of g is row L in every chunk; b = 0.
+// A token's a counts as kLeastDecay where it is less: 2^-128 is 0 to exp2_fast, and sums of a stay small enough for
+// differences of g to be right to 2^-12.
+#pragma once
+
+#include "../common/mma.cuh"
+#include "../common/tiles.h"
+#include "params.h"
+
+namespace kda {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLeastDecay = -128.f;
+constexpr int kRawThreads = 256;  // of a CTA that calls these functions, every thread of it
+
+// The chunk and value head of this CTA, one of NT HV. rows is 0 where there is nothing to do.
+struct ChunkHead {
+    int64_t row;    // of the chunk's first token, counted over [B, T]
+    int64_t entry;  // of this chunk and head in the workspace arrays
+    int rows, hv, h;
+};
+
+__device__ __forceinline__ ChunkHead chunk_head(const KdaParams& p) {
+    const int64_t entry = blockIdx.x;
+    const int hv = static_cast<int>(entry % p.HV);
+    const KdaChunk* chunk = p.chunks + entry / p.HV;
+    return {chunk->row, entry, chunk->rows, hv, hv / (p.HV / p.H)};
+}
+
+// 16-byte pieces of [rows][kCols], neighbouring rows `stride` elements apart, by cp.async; zeros in the rows after.
+template <class T, int kCols>
+__device__ __forceinline__ void copy_rows(const Tile<T, kCols>& s, const T* src, int64_t stride, int rows) {
+    constexpr int kPieces = kCols / Tile<T, kCols>::kPerPiece, kStep = kRawThreads / kPieces;
+    const int r0 = threadIdx.x / kPieces, col = threadIdx.x % kPieces * Tile<T, kCols>::kPerPiece;
+    src += r0 * stride + col;
+#pragma unroll
+    for (int i = 0; i < kRows / kStep; ++i, src += kStep * stride)
+        copy16_async(s.at(r0 + i * kStep, 0, col), src, r0 + i * kStep < rows);
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.f + exp2_fast(-kLog2E * x)); }
+
+// log(1 + e^x), right to a few ulp at both ends.
+__device__ __forceinline__ float softplus(float x) {
+    return fmaxf(x, 0.f) + log1pf(exp2_fast(-kLog2E * fabsf(x)));
+}
+
+// r of the 64 rows of x into fp32 at `out`; 1 where the norm is not asked for. 8 lanes share a row.
+template <class T, int kK>
+__device__ __forceinline__ void inverse_norms(uint32_t out, const Tile<T, kK>& x, bool wanted) {
+    const int l = threadIdx.x % 8;
+#pragma unroll
+    for (int r = threadIdx.x / 8; r < kRows; r += kRawThreads / 8) {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = 0; i < kK / 64; ++i) {
+            float piece[4];
+            shared_f32x4(piece, x.at(r, 0, 64 * i + 8 * l));
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float2 v = unpack2<T>(__float_as_uint(piece[j]));
+                sum = fmaf(v.x, v.x, sum);
+                sum = fmaf(v.y, v.y, sum);
+            }
+        }
+#pragma unroll
+        for (int i = 1; i < 8; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
+        if (l == 0) set_shared_f32(out + 4 * r, wanted ? 1.f / sqrtf(sum + 1e-6f) : 1.f);
+    }
+}
+
+// b of the 64 rows into fp32 at `out`.
+template <class T>
+__device__ __forceinline__ void write_strengths(uint32_t out, const KdaParams& p, const ChunkHead& c) {
+    const int r = threadIdx.x;
+    if (r >= kRows) return;
+    float b = 0.f;
+    if (r < c.rows) {
+        const int64_t at = (c.row + r) * p.HV + c.hv;
+        b = p.beta_f32 ? static_cast<const float*>(p.beta)[at] : to_float(static_cast<const T*>(p.beta)[at]);
+        if (p.beta_sigmoid) b = p.beta_scale * sigmoid(b);
+    }
+    set_shared_f32(out + 4 * r, b);
+}
+
+// exp(A_log) of a value head; 1 without a gate.
+__device__ __forceinline__ float gate_rate(const KdaParams& p, int hv) {
+    return p.gate == Gate::Pregated ? 1.f : expf(p.A_log[hv]);
+}
+
+// a, from z = g as given + dt_bias.
+__device__ __forceinline__ float log2_decay(const KdaParams& p, float rate, float z) {
+    const float a = kLog2E * (p.gate == Gate::Pregated   ? z
+                              : p.gate == Gate::Softplus ? -rate * softplus(z)
+                                                         : p.lower_bound * sigmoid(rate * z));
+    return a < kLeastDecay ? kLeastDecay : a;  // NaN stays
+}
+
+// dt_bias of channels col and col + 1; 0 where there is none.
+__device__ __forceinline__ float2 gate_bias(const KdaParams& p, int hv, int col) {
+    float x[2] = {0.f, 0.f};
+    if (p.gate != Gate::Pregated && p.dt_bias != nullptr) global_f32x2(x, p.dt_bias + int64_t{hv} * p.K + col);
+    return make_float2(x[0], x[1]);
+}
+
+// g as given of channels col and col + 1 in row r of the chunk.
+template <class T>
+__device__ __forceinline__ float2 raw_gate(const KdaParams& p, const ChunkHead& c, int r, int col) {
+    const int64_t at = ((c.row + r) * p.HV + c.hv) * p.K + col;
+    if (!p.g_f32) return unpack2<T>(*reinterpret_cast<const uint32_t*>(static_cast<const T*>(p.g) + at));
+    float x[2];
+    global_f32x2(x, static_cast<const float*>(p.g) + at);
+    return make_float2(x[0], x[1]);
+}
+
+// g of the chunk, in two steps with a __syncthreads between them. A thread owns two neighbouring channels in a segment
+// of kSegmentRows rows: the first step leaves the segment's sums at `sums`, fp32 [kSegments][kK], and the second writes
+// g into the tile.
+template <class T, int kK>
+struct ChunkDecays {
+    static constexpr int kSegments = kRawThreads / (kK / 2), kSegmentRows = kRows / kSegments;
+    static constexpr int kSumsBytes = kSegments * kK * 4;
+    float2 x[kSegmentRows];  // raw, then inclusive sums of a over the segment
+
+    static __device__ __forceinline__ int segment() { return threadIdx.x / (kK / 2); }
+    static __device__ __forceinline__ int col() { return threadIdx.x % (kK / 2) * 2; }
+
+    __device__ __forceinline__ void load(const KdaParams& p, const ChunkHead& c) {
+#pragma unroll
+        for (int i = 0; i < kSegmentRows; ++i) {
+            const int r = segment() * kSegmentRows + i;
+            x[i] = r < c.rows ? raw_gate<T>(p, c, r, col()) : make_float2(0.f, 0.f);
+        }
+    }
+    __device__ __forceinline__ void sum_segments(uint32_t sums, const KdaParams& p, const ChunkHead& c) {
+        const float rate = gate_rate(p, c.hv);
+        const float2 bias = gate_bias(p, c.hv, col());
+        float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+        for (int i = 0; i < kSegmentRows; ++i) {
+            if (segment() * kSegmentRows + i < c.rows) {
+                sum.x += log2_decay(p, rate, x[i].x + bias.x);
+                sum.y += log2_decay(p, rate, x[i].y + bias.y);
+            }
+            x[i] = sum;
+        }
+        set_shared_f32x2(sums + (segment() * kK + col()) * 4, sum.x, sum.y);
+    }
+    __device__ __forceinline__ void store(const Tile<float, kK>& g, uint32_t sums) const {
+        float2 before = make_float2(0.f, 0.f);
+        for (int i = 0; i < segment(); ++i) {
+            const float2 s = shared_f32x2(sums + (i * kK + col()) * 4);
+            before.x += s.x, before.y += s.y;
+        }
+#pragma unroll
+        for (int i = 0; i < kSegmentRows; ++i)
+            store2(g, segment() * kSegmentRows + i, 0, col(), before.x + x[i].x, before.y + x[i].y);
+    }
+};
+
+}  // namespace kda
