@@ -1,8 +1,8 @@
 // The table of chunks: which rows of [B, T] each chunk holds.
 //
 // Formula: sequence n has ceil(length / 64) chunks, in order; first_chunk[n] counts those of the sequences before it.
-// Grid: dense inputs, a thread a chunk or sequence. Packed, one CTA: it sums the counts of 256 sequences at a time, then
-//   finds each chunk's sequence by halving first_chunk.
+// Grid: dense inputs, a thread a chunk or sequence. Packed, one CTA: it sums the counts of 256 sequences at a time,
+//   then finds each chunk's sequence by halving first_chunk.
 // Bytes: 16 NT + 4 (N + 1) written; packed, cu_seqlens read twice.
 // Must hold: packed, NT = T / 64 + N is at least the number of chunks; those past the last hold no row.
 #include "launch.h"
