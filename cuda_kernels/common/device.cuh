@@ -126,6 +126,13 @@ __device__ __forceinline__ void global_f32x2(float (&x)[2], const float* p) {
     asm volatile("ld.global.nc.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "l"(p));
 }
 
+// The most shared memory a block can have on the current device; 0 where that cannot be told.
+inline int shared_limit() {
+    int device = 0, bytes = 0;
+    if (cudaGetDevice(&device) != cudaSuccess) return 0;
+    return cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess ? bytes : 0;
+}
+
 // Launches a kernel on the current device, `shared` bytes of dynamic shared memory a block.
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t blocks, int threads, int shared, cudaStream_t stream, const Params& p) {

@@ -49,4 +49,32 @@ struct WyTile {
     static_assert(kRows * kRows * kBytes <= kValueTile, "M and M A^T fit in a value tile");
 };
 
+// chunk_kda's scans. A warp carries the state of 16 value columns and all key columns in registers through the chunks of
+// a sequence, kHead = K = V; a CTA has such warps for kSlice columns and as many that copy the chunks' operands into
+// kStages places in turn. A narrow slice occupies more multiprocessors where there are few heads; a wide one fetches the
+// key tiles fewer times. Which one it is changes no result.
+template <int kHead, int kSlice>
+struct ScanTile {
+    static constexpr int kWarps = kSlice / 16;  // of each kind
+    static constexpr int kWorkers = 32 * kWarps;
+    static constexpr int kThreads = 2 * kWorkers;
+    static constexpr int kSlices = kHead / kSlice;
+
+    // A stage: 16-bit tiles of a chunk, the slice's part of u or do, the decay.
+    static constexpr int kKeyTile = kRows * kHead * 2;
+    static constexpr int kW = 0;
+    static constexpr int kKr = kW + kKeyTile;
+    static constexpr int kQd = kKr + kKeyTile;
+    static constexpr int kAqk = kQd + kKeyTile;
+    static constexpr int kValue = kAqk + kRows * kRows * 2;
+    static constexpr int kDecay = kValue + kRows * kSlice * 2;
+    static constexpr int kStageBytes = kDecay + kHead * 4;
+    static constexpr int kStages = 3;  // 2 where the device has no room for 3
+
+    static_assert(kSlice % 32 == 0 && kHead % kSlice == 0, "slices cover the columns, and are rows of 64 bytes or more");
+};
+
+// Scans of fewer CTAs of 32 columns than this take them, others CTAs of 64: the multiprocessors of an H100 or H200.
+constexpr int kNarrowScans = 132;
+
 }  // namespace kda

@@ -20,6 +20,8 @@ extern char smem[];                // shared memory of the CTA that runs
 
 namespace emulator {
 
+extern int shared_limit;  // bytes a CTA may ask for
+
 char* shared(uint32_t a, int bytes, bool write);  // checks bounds, alignment and, against other threads, order
 void copy16(uint32_t dst, const void* src, bool valid);
 void commit();
@@ -159,6 +161,8 @@ inline float reciprocal_fast(float x) {
     const float y = 1.f / x;
     return fabsf(y) < FLT_MIN ? copysignf(0.f, y) : y;
 }
+
+inline int shared_limit() { return emulator::shared_limit; }
 
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t blocks, int threads, int shared, cudaStream_t, const Params& p) {

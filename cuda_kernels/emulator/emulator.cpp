@@ -36,6 +36,9 @@ constexpr int kSharedBytes = 232448;  // the most that a block can have on sm_90
 alignas(128) char smem[kSharedBytes];
 
 namespace emulator {
+
+int shared_limit = kSharedBytes;
+
 namespace {
 
 constexpr int kMaxThreads = 1024, kStackBytes = 256 << 10;
@@ -361,7 +364,7 @@ void mma_tf32(float* d, const uint32_t* a, const uint32_t* b) {
 
 cudaError_t launch(int64_t blocks, int threads, int bytes, void (*thread)(const void*), const void* p) {
     message[0] = 0;
-    if (blocks < 1 || threads < 32 || threads > kMaxThreads || threads % 32 != 0 || bytes > kSharedBytes) {
+    if (blocks < 1 || threads < 32 || threads > kMaxThreads || threads % 32 != 0 || bytes > shared_limit) {
         std::snprintf(message, sizeof(message), "launch of %lld blocks of %d threads and %d bytes",
                       static_cast<long long>(blocks), threads, bytes);
         return cudaErrorInvalidConfiguration;
@@ -419,6 +422,7 @@ cudaError_t launch(int64_t blocks, int threads, int bytes, void (*thread)(const 
 extern "C" {
 
 void kda_emulator_schedule(int schedule) { kda::emulator::schedule = schedule; }
+void kda_emulator_shared_limit(int bytes) { kda::emulator::shared_limit = bytes; }
 const char* kda_emulator_message() { return kda::emulator::message; }
 
 // `bytes` of 0xff that end (up to 15 bytes of alignment) at a page nobody may touch, and begin after another.
