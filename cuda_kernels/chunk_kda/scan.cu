@@ -14,8 +14,11 @@ cudaError_t launch_slices(const KdaParams& p, bool backward, cudaStream_t stream
     const int stages = Cfg::kStages * Cfg::kStageBytes <= shared_limit() ? Cfg::kStages : Cfg::kStages - 1;
     const ScanParams a{p, blocks, stages};
     const int shared = stages * Cfg::kStageBytes;
-    return backward ? launch_kernel<kda_scan_backward_kernel<T, kHead, kSlice>>(2 * blocks, Cfg::kThreads, shared, stream, a)
-                    : launch_kernel<kda_scan_forward_kernel<T, kHead, kSlice>>(blocks, Cfg::kThreads, shared, stream, a);
+    if (backward) {
+        constexpr auto kKernel = kda_scan_backward_kernel<T, kHead, kSlice>;
+        return launch_kernel<kKernel>(2 * blocks, Cfg::kThreads, shared, stream, a);
+    }
+    return launch_kernel<kda_scan_forward_kernel<T, kHead, kSlice>>(blocks, Cfg::kThreads, shared, stream, a);
 }
 
 template <class T, int kHead>

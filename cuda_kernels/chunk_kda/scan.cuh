@@ -1,20 +1,20 @@
-// The scans of chunk_kda: what goes from chunk to chunk. o and ht in forward; h, v_new, and dh, dv_new, dh0 in backward.
+// The scans of chunk_kda: what goes from chunk to chunk. Forward: o, ht. Backward: h, v_new, and dh, dv_new, dh0.
 //
 // Formula, over the chunks of a sequence (docs/kda_math.md sections 3 and 4):
-//   forward   S = h0, then  v_new = u - w S    o = qd S + Aqk v_new    S <- decay S + kr^T v_new    after the last: ht = S
+//   forward   S = h0;   v_new = u - w S    o = qd S + Aqk v_new    S <- decay S + kr^T v_new;   ht = S
 //   state     the same without o and ht; S at the chunk's start is h
-//   reverse   dS = dht, then, from the last chunk,  dh = dS    dv_new = Aqk^T do + kr dS
-//             dS <- decay dS + qd^T do - w^T dv_new    after the first: dh0 = dS
-// Grid: N HV V / kSlice CTAs a scan, slices fastest; the backward launch holds the reverse scans, then the state scans. An
-//   empty sequence has a CTA too, which hands h0 to ht, dht to dh0.
+//   reverse   from the last chunk, dS = dht;   dh = dS    dv_new = Aqk^T do + kr dS
+//             dS <- decay dS + qd^T do - w^T dv_new;   dh0 = dS
+// Grid: N HV V / kSlice CTAs a scan, slices fastest; the backward launch holds the reverse scans, then the state scans.
+//   An empty sequence has CTAs too, which hand h0 to ht and dht to dh0.
 // Tile: common/tiles.h. A warp carries S^T [16 value columns][K] in fp32, as accumulators of its update. Their layout,
 //   rounded to 16 bits, is the very one of the first operand of v_new^T = u^T - S^T w^T and of the second one of qd S;
-//   v_new^T comes out as the operand of S^T += v_new^T kr and of Aqk v_new. So a chunk passes through a warp's registers
-//   alone, warps exchange nothing, and the one barrier a chunk is about the copies.
+//   v_new^T comes out as the operand of S^T += v_new^T kr and of Aqk v_new. So a chunk passes through a warp's
+//   registers alone, warps exchange nothing, and the one barrier a chunk is about the copies.
 // Value columns: row g of the 16 x n accumulators is column 2 g, row g + 8 column 2 g + 1. A lane then holds neighbours
 //   in memory of o, the states and the images: full 32-byte sectors without a shuffle.
-// Bytes per chunk and CTA, 16-bit, K = V = 128: forward and reverse 56 KB of key tiles and Aqk, state 32 KB, and slices of
-//   u or do and of the outputs. Of one head all CTAs read the same key tiles, at about the same time.
+// Bytes per chunk and CTA, 16-bit, K = V = 128: 56 KB of key tiles and Aqk (state: 32 KB), and slices of u or do and of
+//   the outputs. The CTAs of one head read the same key tiles at about the same time.
 // Must hold: K = V = kHead; 16-byte aligned pointers; rows of tiles past a chunk's last are zero, and Aqk above its
 //   diagonal, where products are left out.
 // Fixed order of every sum, no atomics; slices of either width give the same bits. Rounded to 16 bits: S and dS for the
@@ -37,7 +37,7 @@ struct ScanParams {
 
 // What a CTA scans.
 struct ScanWork {
-    int64_t first, row, state;  // chunk; token, counted over [B, T]; element of h0 and the like at which the head begins
+    int64_t first, row, state;  // chunk; token, counted over [B, T]; element of h0 and the like of this head
     int count, last_rows;       // chunks; rows of the last of them
     int hv, v0;                 // v0: the slice's first value column
 };
@@ -299,7 +299,8 @@ __device__ __forceinline__ void scan(const ScanParams& a, int64_t block) {
                         mma(o[m][1], x, as_b<T>(v16, i, 1));
                     }
                 const int rows = c == work.count - 1 ? work.last_rows : kRows;
-                T* at = static_cast<T*>(p.o) + ((work.row + int64_t{kRows} * c + g) * p.HV + work.hv) * kHead + v + 4 * t;
+                const int64_t row = work.row + int64_t{kRows} * c + g;
+                T* at = static_cast<T*>(p.o) + (row * p.HV + work.hv) * kHead + v + 4 * t;
                 const int64_t down = int64_t{8} * p.HV * kHead;
 #pragma unroll
                 for (int m = 0; m < kCSteps; ++m)

@@ -49,10 +49,10 @@ struct WyTile {
     static_assert(kRows * kRows * kBytes <= kValueTile, "M and M A^T fit in a value tile");
 };
 
-// chunk_kda's scans. A warp carries the state of 16 value columns and all key columns in registers through the chunks of
-// a sequence, kHead = K = V; a CTA has such warps for kSlice columns and as many that copy the chunks' operands into
-// kStages places in turn. A narrow slice occupies more multiprocessors where there are few heads; a wide one fetches the
-// key tiles fewer times. Which one it is changes no result.
+// chunk_kda's scans. A warp carries the state of 16 value columns and all key columns, kHead = K = V, in registers
+// through the chunks of a sequence; a CTA has such warps for kSlice columns and as many that copy the chunks' operands
+// into kStages places in turn. A narrow slice occupies more multiprocessors where there are few heads; a wide one
+// fetches the key tiles fewer times. Which one it is changes no result.
 template <int kHead, int kSlice>
 struct ScanTile {
     static constexpr int kWarps = kSlice / 16;  // of each kind
@@ -71,7 +71,7 @@ struct ScanTile {
     static constexpr int kStageBytes = kDecay + kHead * 4;
     static constexpr int kStages = 3;  // 2 where the device has no room for 3
 
-    static_assert(kSlice % 32 == 0 && kHead % kSlice == 0, "slices cover the columns, and are rows of 64 bytes or more");
+    static_assert(kSlice % 32 == 0 && kHead % kSlice == 0, "slices cover the columns, 64 bytes a row or more");
 };
 
 // Scans of fewer CTAs of 32 columns than this take them, others CTAs of 64: the multiprocessors of an H100 or H200.
