@@ -95,11 +95,17 @@ __device__ __forceinline__ float gate_rate(const KdaParams& p, int hv) {
 }
 
 // a, from z = g as given + dt_bias.
+template <Gate kGate>
 __device__ __forceinline__ float log2_decay(const KdaParams& p, float rate, float z) {
-    const float a = kLog2E * (p.gate == Gate::Pregated   ? z
-                              : p.gate == Gate::Softplus ? -rate * softplus(z)
-                                                         : p.lower_bound * sigmoid(rate * z));
+    const float a = kLog2E * (kGate == Gate::Pregated   ? z
+                              : kGate == Gate::Softplus ? -rate * softplus(z)
+                                                        : p.lower_bound * sigmoid(rate * z));
     return a < kLeastDecay ? kLeastDecay : a;  // NaN stays
+}
+__device__ __forceinline__ float log2_decay(const KdaParams& p, float rate, float z) {
+    return p.gate == Gate::Pregated   ? log2_decay<Gate::Pregated>(p, rate, z)
+           : p.gate == Gate::Softplus ? log2_decay<Gate::Softplus>(p, rate, z)
+                                      : log2_decay<Gate::LowerBound>(p, rate, z);
 }
 
 // dt_bias of channels col and col + 1; 0 where there is none.

@@ -44,6 +44,10 @@ __device__ __forceinline__ void shared_f32x4(float (&x)[4], uint32_t a) {
 __device__ __forceinline__ void set_shared_f32x2(uint32_t a, float x, float y) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(x), "f"(y) : "memory");
 }
+__device__ __forceinline__ void set_shared_f32x4(uint32_t a, const float (&x)[4]) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(a), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+}
 __device__ __forceinline__ void set_shared_f32(uint32_t a, float x) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(x) : "memory");
 }

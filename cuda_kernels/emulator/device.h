@@ -112,6 +112,7 @@ inline int64_t shared_i64(uint32_t a) { return emulator::load<int64_t>(a); }
 inline float2 shared_f32x2(uint32_t a) { return emulator::load<float2>(a); }
 inline void shared_f32x4(float (&x)[4], uint32_t a) { std::memcpy(x, emulator::shared(a, 16, false), 16); }
 inline void set_shared_f32x2(uint32_t a, float x, float y) { emulator::store(a, make_float2(x, y)); }
+inline void set_shared_f32x4(uint32_t a, const float (&x)[4]) { std::memcpy(emulator::shared(a, 16, true), x, 16); }
 inline void set_shared_f32(uint32_t a, float x) { emulator::store(a, x); }
 inline void set_shared_u32(uint32_t a, uint32_t x) { emulator::store(a, x); }
 inline void set_shared_u16(uint32_t a, uint16_t x) { emulator::store(a, x); }

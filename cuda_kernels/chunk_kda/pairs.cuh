@@ -1,0 +1,204 @@
+// Products of all pairs of rows of a chunk, each with its own decay 2^(g_i - g_j), on the tensor cores.
+//
+// Levels. For s = 1, 2, 4, ..., 32 the chunk falls into blocks of 2 s rows. A pair of the upper and the lower half of
+//   one block is split at the halves' border, n its last row below: 2^(g_i - g_j) = 2^(g_i - g_n) 2^(g_n - g_j). Every
+//   pair i > j belongs to one s, so at each level a row has one factor, which multiplies q and k (upper half) or k
+//   (lower half) before the tensor core takes their products. The pairs i = j need no factor.
+// Factors. d = 2^a of each token, the one exponential per element. 2^(g_i - g_n) and 2^(g_n - g_j) are products of the
+//   tokens' d, those of blocks of 2 s rows from those of s by at most one multiplication: no difference of large sums,
+//   no exponent above 0, and at most 64 roundings of fp32.
+#pragma once
+
+#include "raw.cuh"
+
+namespace kda {
+
+constexpr int kSegment = 8, kSegments = kRows / kSegment;
+
+__device__ __forceinline__ float2 operator*(float2 x, float2 y) { return make_float2(x.x * y.x, x.y * y.y); }
+__device__ __forceinline__ float2 operator*(float2 x, float y) { return make_float2(x.x * y, x.y * y); }
+
+// A thread's channels, and the kUnits segments of 8 rows in which it owns them.
+template <int kK>
+struct Units {
+    static constexpr int kUnits = kSegments * (kK / 2) / kRawThreads;
+    static __device__ __forceinline__ int col() { return threadIdx.x % (kK / 2) * 2; }
+    static __device__ __forceinline__ int segment(int u) {
+        return threadIdx.x / (kK / 2) + u * (kRawThreads / (kK / 2));
+    }
+};
+
+template <int kK>
+struct Decays {
+    using Own = Units<kK>;
+    float2 x[Own::kUnits][kSegment];  // g as given, then d
+
+    template <class T>
+    __device__ __forceinline__ void load(const KdaParams& p, const ChunkHead& c) {
+        const int64_t stride = int64_t{p.HV} * kK;
+#pragma unroll
+        for (int u = 0; u < Own::kUnits; ++u) {
+            const int r0 = Own::segment(u) * kSegment;
+            int64_t at = (c.row * p.HV + c.hv) * kK + r0 * stride + Own::col();
+            if (p.g_f32) {
+#pragma unroll
+                for (int i = 0; i < kSegment; ++i, at += stride) {
+                    float y[2] = {0.f, 0.f};
+                    if (r0 + i < c.rows) global_f32x2(y, static_cast<const float*>(p.g) + at);
+                    x[u][i] = make_float2(y[0], y[1]);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < kSegment; ++i, at += stride) {
+                    uint32_t y = 0;
+                    if (r0 + i < c.rows) y = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(p.g) + at);
+                    x[u][i] = unpack2<T>(y);
+                }
+            }
+        }
+    }
+    template <Gate kGate>
+    __device__ __forceinline__ void apply(const KdaParams& p, const ChunkHead& c) {
+        const float rate = gate_rate(p, c.hv);
+        const float2 bias = gate_bias(p, c.hv, Own::col());
+#pragma unroll
+        for (int u = 0; u < Own::kUnits; ++u)
+#pragma unroll
+            for (int i = 0; i < kSegment; ++i) {
+                const bool there = Own::segment(u) * kSegment + i < c.rows;
+                const float2 z = x[u][i];
+                x[u][i].x = there ? exp2_fast(log2_decay<kGate>(p, rate, z.x + bias.x)) : 1.f;
+                x[u][i].y = there ? exp2_fast(log2_decay<kGate>(p, rate, z.y + bias.y)) : 1.f;
+            }
+    }
+    // d of the owned elements, and the product over each segment into fp32 [kSegments][kK] at `totals`.
+    __device__ __forceinline__ void finish(uint32_t totals, const KdaParams& p, const ChunkHead& c) {
+        if (p.gate == Gate::Pregated) {
+            apply<Gate::Pregated>(p, c);
+        } else if (p.gate == Gate::Softplus) {
+            apply<Gate::Softplus>(p, c);
+        } else {
+            apply<Gate::LowerBound>(p, c);
+        }
+#pragma unroll
+        for (int u = 0; u < Own::kUnits; ++u) {
+            float2 product = x[u][0];
+#pragma unroll
+            for (int i = 1; i < kSegment; ++i) product = product * x[u][i];
+            set_shared_f32x2(totals + (Own::segment(u) * kK + Own::col()) * 4, product.x, product.y);
+        }
+    }
+};
+
+// [96][kK], the operands of a level: q and k of the upper halves' rows, k of the lower halves'. A row's place in its
+// part is its number without the bit s.
+template <class T, int kK>
+struct Level {
+    static constexpr int kQUpper = 0, kKUpper = 32, kKLower = 64;
+    Tile<T, kK> x;
+};
+__device__ __forceinline__ int without_bit(int x, int s) { return x / (2 * s) * s + x % s; }
+__device__ __forceinline__ int with_bit(int x, int s, int bit) { return x / s * (2 * s) + bit * s + x % s; }
+
+// Levels 1, 2 and 4 of a unit: R_i = 2^(g_i - g_n) in the upper half of a block, C_i = 2^(g_n - g_i) in the lower one.
+template <class T, int kK>
+__device__ __forceinline__ void write_small_levels(uint32_t operands, int level_bytes, int segment, int col,
+                                                   const float2 (&d)[kSegment], const float2 (&q)[kSegment],
+                                                   const float2 (&k)[kSegment]) {
+    float2 R[kSegment], C[kSegment];
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) R[i] = d[i], C[i] = make_float2(1.f, 1.f);
+#pragma unroll
+    for (int l = 0; l < 3; ++l) {
+        const int s = 1 << l;
+        const Tile<T, kK> x{operands + l * level_bytes};
+#pragma unroll
+        for (int i = 0; i < kSegment; ++i) {
+            const int r = segment * (kSegment / 2) + without_bit(i, s);
+            if (i & s) {
+                const float2 y = q[i] * R[i], z = k[i] * R[i];
+                store2(x, r, Level<T, kK>::kQUpper, col, y.x, y.y);
+                store2(x, r, Level<T, kK>::kKUpper, col, z.x, z.y);
+            } else {
+                const float2 z = s == 1 ? k[i] : k[i] * C[i];
+                store2(x, r, Level<T, kK>::kKLower, col, z.x, z.y);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < kSegment; n += 2 * s) {
+            const float2 low = R[n + s - 1], up = R[n + 2 * s - 1];  // over the whole lower and upper half
+#pragma unroll
+            for (int i = 0; i < s; ++i) {
+                R[n + s + i] = R[n + s + i] * low;
+                C[n + i] = s == 1 ? up : C[n + i] * up;
+            }
+        }
+    }
+}
+
+// Product of the segments' totals from one on, up to another that is not counted, times x.
+template <int kK>
+__device__ __forceinline__ float2 times_totals(float2 x, uint32_t totals, int from, int to) {
+    for (; from < to; ++from) x = x * shared_f32x2(totals + from * kK * 4);
+    return x;
+}
+
+// 32 bits of a tile's image in global memory.
+template <class T, int kK>
+__device__ __forceinline__ void store_image2(char* image, int row, int down, int col, float2 x) {
+    *reinterpret_cast<uint32_t*>(image + Tile<T, kK>{0}.at(row, down, col)) = pack2<T>(x.x, x.y);
+}
+
+// Rows row0 .. row0 + 7 of x as columns of the second operand, steps 2 i and 2 i + 1.
+template <class T, int kK>
+__device__ __forceinline__ void row_b8(FragB<T> (&f)[2], const Tile<T, kK>& x, int l, int row0, int i) {
+    ldmatrix(f[0].r[0], f[0].r[1], f[1].r[0], f[1].r[1],
+             x.base + (l % 8 + row0) * Tile<T, kK>::kRowBytes + swizzled((l / 8) ^ (l & 7), 4 * i));
+}
+// Rows row0 .. row0 + 7 and row0 + 32 .. row0 + 39 of x as the first operand, step i.
+template <class T, int kK>
+__device__ __forceinline__ FragA<T> upper_a(const Tile<T, kK>& x, int l, int row0, int i) {
+    FragA<T> f;
+    ldmatrix(f.r[0], f.r[1], f.r[2], f.r[3],
+             x.base + (l % 8 + (l / 8 & 1) * 32 + row0) * Tile<T, kK>::kRowBytes +
+                 swizzled((l / 16) ^ (l & 7), 2 * i));
+    return f;
+}
+
+// A level of up to 8 rows a half, in 16 rows of the chunk: d[0], d[1] are q's products, d[2], d[3] those of k.
+template <class T, int kK>
+__device__ __forceinline__ void add_level(float (&d)[4], const Tile<T, kK>& x, int l, int group) {
+#pragma unroll
+    for (int i = 0; i < kK / 32; ++i) {
+        FragB<T> b[2];
+        row_b8(b, x, l, Level<T, kK>::kKLower + 8 * group, i);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) mma(d, upper_a(x, l, 8 * group, 2 * i + e), b[e]);
+    }
+}
+// 16 rows times 8 rows of x.
+template <class T, int kK>
+__device__ __forceinline__ void add_16x8(float (&d)[4], const Tile<T, kK>& x, int l, int row_a0, int row_b0) {
+#pragma unroll
+    for (int i = 0; i < kK / 32; ++i) {
+        FragB<T> b[2];
+        row_b8(b, x, l, row_b0, i);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) mma(d, row_a(x, l, row_a0, 2 * i + e), b[e]);
+    }
+}
+// 16 rows times 16 rows.
+template <class T, int kK>
+__device__ __forceinline__ void add_16x16(float (&d0)[4], float (&d1)[4], const Tile<T, kK>& x, const Tile<T, kK>& y,
+                                          int l, int row_x0, int row_y0) {
+#pragma unroll
+    for (int i = 0; i < kK / 16; ++i) {
+        FragB<T> b[2];
+        row_b(b, y, l, row_y0, i);
+        const FragA<T> a = row_a(x, l, row_x0, i);
+        mma(d0, a, b[0]);
+        mma(d1, a, b[1]);
+    }
+}
+
+}  // namespace kda
