@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -57,18 +58,28 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.get_device_module(device.type).device(device)
 
 
+ALIGNMENT = 16
+"""Bytes; stock Triton compiles a kernel anew for a pointer that is not aligned to them."""
 _COMPILED: dict[tuple[Any, ...], Any] = {}
-"""Compiled kernels on NVIDIA by everything that stock Triton compiles them for."""
+"""Compiled kernels on NVIDIA, with the order of their arguments, by everything that stock Triton compiles them for."""
 
 
 def _compiled_for(x: Any) -> Any:
     """What stock Triton specialises an argument on: type and alignment of a tensor, width of an int and whether 1 or 16
     divides it, and the value of everything else that is not a float."""
     if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
+        return x.dtype, x.data_ptr() % ALIGNMENT == 0
     if type(x) is int:
         return 1 if x == 1 else (x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63)
     return float if type(x) is float else x
+
+
+class Launched(NamedTuple):
+    """One launch on NVIDIA, ready to be made again: on its grid, with its constants, on other memory."""
+
+    run: Callable[..., None]
+    pick: Callable[[Mapping[str, Any]], tuple[Any, ...]]
+    constants: tuple[Any, ...]
 
 
 def launch(
@@ -80,23 +91,63 @@ def launch(
     tile: Tile,
     *,
     cube: bool = True,
-) -> None:
+) -> Launched | None:
     """Runs ``kernel`` over ``tasks`` tasks; ``cube`` says whether it holds a matrix product.
 
     On NVIDIA a kernel's second launch with arguments of the same kinds goes to the compiled kernel at once: binding the
-    arguments anew takes Triton longer than most of these kernels run.
+    arguments anew takes Triton longer than most of these kernels run. The answer there is the launch for ``repeat``.
     """
     if tasks == 0:
-        return
+        return None
     available = cores(device.type, device.index or 0)
     grid = min(tasks, available.cube if cube else available.vector)
-    if device.type != "cuda":
+    if not repeats(device):
         kernel[(grid,)](**args, **constants, **options(device.type, tile))
-        return
-    values = {**args, **constants}
+        return None
     key = (kernel.fn, device.index, tile, *constants.values(), *map(_compiled_for, args.values()))
-    compiled = _COMPILED.get(key)
-    if compiled is None:
-        _COMPILED[key] = kernel[(grid,)](**values, **options(device.type, tile))
-    else:
-        compiled[(grid, 1, 1)](*(values[name] for name in kernel.arg_names))
+    known = _COMPILED.get(key)
+    if known is None:
+        names = kernel.arg_names[: len(args)]
+        if set(names) != set(args):
+            raise TypeError(f"{kernel.fn.__name__}: expected its constants last, got {', '.join(kernel.arg_names)}")
+        pick, fixed = operator.itemgetter(*names), tuple(constants[n] for n in kernel.arg_names[len(args) :])
+        compiled = kernel[(grid,)](**args, **constants, **options(device.type, tile))
+        _COMPILED[key] = compiled, pick, fixed
+        return Launched(compiled[(grid, 1, 1)], pick, fixed)
+    compiled, pick, fixed = known
+    again = Launched(compiled[(grid, 1, 1)], pick, fixed)
+    again.run(*pick(args), *fixed)
+    return again
+
+
+def repeats(device: torch.device) -> bool:
+    """Whether ``launch`` answers with what ``repeat`` takes."""
+    return device.type == "cuda"
+
+
+def repeat(launches: tuple[Launched, ...], values: Mapping[str, Any], device: torch.device) -> None:
+    """Makes these launches again, on the current stream. ``values``: the run-time arguments of all of them by name.
+
+    A tensor is given by its address, which Triton takes as it is; it must be aligned to ALIGNMENT bytes wherever the
+    recorded one was, of the same dtype, and a number of the same width and divisibility. Nothing is looked at: binding,
+    specialising and picking are what takes the time that this saves.
+    """
+    stream = current_stream(device)
+    for run, pick, constants in launches:
+        run(*pick(values), *constants, stream=stream)
+
+
+def current_stream(device: torch.device) -> int:
+    """Handle of the current stream of ``device``."""
+    return int(torch.get_device_module(device.type).current_stream(device).cuda_stream)
+
+
+def addresses(tensors: Mapping[str, torch.Tensor]) -> dict[str, int] | None:
+    """Address of each tensor; None where one is not contiguous or not aligned to ALIGNMENT bytes."""
+    out, bits = {}, 0
+    for name, t in tensors.items():
+        if not t.is_contiguous():
+            return None
+        out[name] = p = t.data_ptr()
+        bits |= p
+    return None if bits % ALIGNMENT else out
