@@ -2,17 +2,17 @@
 
 Formula, per token and value head, with Y of stage 4 and c * sigmoid(beta) = b:
 
-    db = sum_v Y * v_new / b                                      where |b| >= 2^-8
-       = db_v + sum over K blocks of (db_k + db_p)                elsewhere
+    db = db_v + sum over K blocks of (db_k + db_p)
     dbeta = db, or with SIGMOID db * c * sigmoid(beta) * sigmoid(-beta)
 
-Y is the gradient of a token's write d = b (v - S^T k), S the state before it, and v_new is d: both lines are Y . d / b.
-The second one takes v - S^T k in three parts, which cancel where the state already holds v: up to 1.0e-2 of db in bf16.
-The first one has no such parts, but cannot have b = 0.
+Y is the gradient of a token's write d = b (v - S^T k), S the state before it, and v_new is d, so that db = Y . d / b as
+well: one product in place of three, but of a v_new that was rounded twice on its way (b (v - kg h), then A times it).
+In bf16 at -5 per token that is 5.5e-3 of db against 2.1e-3 for the parts (docs/chunk_kda_triton.md), and it cannot have
+b = 0.
 
 Grid: persistent, 1-D, vector cores only. Task (block of BR rows, value head): a program owns their dbeta.
-Tile: BR rows. Bytes per task: reads (3 + NS + NK) x BR fp32 and beta [BR]; writes dbeta [BR].
-Must hold: stages 5, 6 and 7 ran before; db_v, db_s and b [HV, B*T], db_k [NS, HV, B*T], db_p [NK, HV, B*T]; beta and
+Tile: BR rows. Bytes per task: reads (1 + NS + NK) x BR fp32 and beta [BR]; writes dbeta [BR].
+Must hold: stages 5, 6 and 7 ran before; db_v [HV, B*T], db_k [NS, HV, B*T], db_p [NK, HV, B*T]; beta and
 dbeta [B, T, HV]; rows of no sequence hold garbage here and are zeroed after.
 """
 
@@ -22,12 +22,10 @@ import triton.language as tl
 from mindspeed_kda.npu_kernels.chunk_kda.gates import sigmoid
 from mindspeed_kda.npu_kernels.common import load_row
 
-MIN_B = tl.constexpr(2.0**-8)
-
 
 @triton.jit(do_not_specialize=["R"])
 def betas(
-    beta, b, db_v, db_s, db_k, db_p, dbeta, beta_scale, R, HV: tl.constexpr, BR: tl.constexpr, NS: tl.constexpr,
+    beta, db_v, db_k, db_p, dbeta, beta_scale, R, HV: tl.constexpr, BR: tl.constexpr, NS: tl.constexpr,
     NK: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
     o_r = tl.arange(0, BR)
@@ -42,9 +40,6 @@ def betas(
             b_db += load_row(db_k + tl.cast(i_k * HV, tl.int64) * R + at_t, n_rows, BR)
         for i_k in range(NK):
             b_db += load_row(db_p + tl.cast(i_k * HV, tl.int64) * R + at_t, n_rows, BR)
-        b_b = load_row(b + at_t, n_rows, BR)
-        m_short = tl.abs(b_b) >= MIN_B
-        b_db = tl.where(m_short, load_row(db_s + at_t, n_rows, BR) / tl.where(m_short, b_b, 1.0), b_db)
         if SIGMOID:
             b_z = tl.load(beta + row * HV + i_h + o_r * HV, mask=o_r < n_rows, other=0.0).to(tl.float32)  # [BR]
             b_db *= beta_scale * sigmoid(b_z) * sigmoid(-b_z)

@@ -102,7 +102,6 @@ def regions(call: ChunkKdaCall) -> dict[str, Spec]:
         "P": ((c.HV, R, c.BT), pair),
         "D": ((c.HV, R, c.BT), pair),
         "db_v": ((c.HV, R), wide),
-        "db_s": ((c.HV, R), wide),
         "dq_hv": ((c.HV, R, c.K), wide),
         "dk_hv": ((c.HV, R, c.K), wide),
         "da": ((c.HV, R, c.K), wide),
@@ -212,7 +211,7 @@ def backward(call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Ten
             run.prepare(READ_NORM)
             run.make("h", "v_new")
             run.stage("scan", OUT=False, KEEP=True, HAS_HT=False)
-        run.make("dh", "Y", "P", "D", "db_v", "db_s")
+        run.make("dh", "Y", "P", "D", "db_v")
         v["dh0"] = None
         if c.initial_state is not None:
             v["dh0"] = torch.empty(state_shape(c), dtype=torch.float32, device=c.device)

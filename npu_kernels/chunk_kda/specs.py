@@ -132,7 +132,7 @@ def types(sizes: Sizes) -> dict[str, str | None]:
     """Triton's type of every run-time argument of all stages by name; None for an absent tensor."""
     z = sizes
     main = ("q", "k", "v", "do", "o", "dv", "dq", "dk", "A", "Aqk", "qg", "kg", "kr", "h", "dh", "v_new", "Y")
-    wide = ("a", "da", "db_s", "db_k", "db_p", "first", "decay", "b", "rq", "rk", "db_v", "dq_hv", "dk_hv", "log_k")
+    wide = ("a", "da", "db_k", "db_p", "first", "decay", "b", "rq", "rk", "db_v", "dq_hv", "dk_hv", "log_k")
     out: dict[str, str | None] = dict.fromkeys(main, f"*{z.main}")
     out |= dict.fromkeys(wide, "*fp32")
     out |= {"x": f"*{z.g}", "dx": f"*{z.g}", "beta": f"*{z.beta}", "dbeta": f"*{z.beta}", "g": "*fp32"}
