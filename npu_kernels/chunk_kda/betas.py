@@ -7,8 +7,8 @@ Formula, per token and value head, with Y of stage 4 and c * sigmoid(beta) = b:
 
 Y is the gradient of a token's write d = b (v - S^T k), S the state before it, and v_new is d, so that db = Y . d / b as
 well: one product in place of three, but of a v_new that was rounded twice on its way (b (v - kg h), then A times it).
-In bf16 at -5 per token that is 5.5e-3 of db against 2.1e-3 for the parts (docs/chunk_kda_triton.md), and it cannot have
-b = 0.
+In bf16 at -5 per token that is 5.5e-3 of dbeta against 2.1e-3 for the parts (benchmarks/dbeta_roundings.py), and b = 0
+would be a case of its own.
 
 Grid: persistent, 1-D, vector cores only. Task (block of BR rows, value head): a program owns their dbeta.
 Tile: BR rows. Bytes per task: reads (1 + NS + NK) x BR fp32 and beta [BR]; writes dbeta [BR].
