@@ -7,10 +7,11 @@
 //             dS <- decay dS + qd^T do - w^T dv_new;   dh0 = dS
 // Grid: N HV V / kSlice CTAs a scan, slices fastest; the backward launch holds the reverse scans, then the state scans.
 //   An empty sequence has CTAs too, which hand h0 to ht and dht to dh0.
-// Tile: common/tiles.h. A warp carries S^T [16 value columns][K] in fp32, as accumulators of its update. Their layout,
-//   rounded to 16 bits, is the very one of the first operand of v_new^T = u^T - S^T w^T and of the second one of qd S;
-//   v_new^T comes out as the operand of S^T += v_new^T kr and of Aqk v_new. So a chunk passes through a warp's
-//   registers alone, warps exchange nothing, and the one barrier a chunk is about the copies.
+// Tile: common/tiles.h. A warp carries S^T [16 value columns][K] in fp32, as accumulators of its update. All products
+//   are transposed: rounded to 16 bits, accumulators lie just as the first operand of the next product does, S^T for
+//   v_new^T = u^T - S^T w^T and o^T = S^T qd^T + v_new^T Aqk^T, v_new^T for the latter and S^T += v_new^T kr. So a
+//   chunk passes through a warp's registers alone, warps exchange nothing, and the one barrier a chunk is about the
+//   copies.
 // Value columns: row g of the 16 x n accumulators is column 2 g, row g + 8 column 2 g + 1. A lane then holds neighbours
 //   in memory of o, the states and the images: full 32-byte sectors without a shuffle.
 // Bytes per chunk and CTA, 16-bit, K = V = 128: 56 KB of key tiles and Aqk (state: 32 KB), and slices of u or do and of
@@ -141,11 +142,6 @@ __device__ __forceinline__ void pack(uint32_t (&x)[kN][2], const float (&d)[kN][
 template <class T, int kN>
 __device__ __forceinline__ FragA<T> as_a(const uint32_t (&x)[kN][2], int i) {
     return {{x[2 * i][0], x[2 * i][1], x[2 * i + 1][0], x[2 * i + 1][1]}};
-}
-// As columns of the second operand: rows 0 to 7 (j = 0) or 8 to 15 of them, step i.
-template <class T, int kN>
-__device__ __forceinline__ FragB<T> as_b(const uint32_t (&x)[kN][2], int i, int j) {
-    return {{x[2 * i][j], x[2 * i + 1][j]}};
 }
 __device__ __forceinline__ uint32_t low_halves(uint32_t x, uint32_t y) { return (x & 0xffffu) | (y << 16); }
 __device__ __forceinline__ uint32_t high_halves(uint32_t x, uint32_t y) { return (x >> 16) | (y & 0xffff0000u); }
@@ -281,35 +277,36 @@ __device__ __forceinline__ void scan(const ScanParams& a, int64_t block) {
             if constexpr (kScan == Scan::State) {
                 store_image<T, kHead>(p.v_new, entry, v, v16);
             } else {
-                float o[kCSteps][2][4] = {};  // column n of tile j is value column 2 n + j
+                float o[kCTiles][4] = {};  // transposed
 #pragma unroll
                 for (int i = 0; i < kKSteps; ++i)
 #pragma unroll
-                    for (int m = 0; m < kCSteps; ++m) {
-                        const FragA<T> x = row_a(stage.qd(), l, 16 * m, i);
-                        mma(o[m][0], x, as_b<T>(S16, i, 0));
-                        mma(o[m][1], x, as_b<T>(S16, i, 1));
+                    for (int j = 0; j < kCSteps; ++j) {
+                        FragB<T> b[2];
+                        row_b(b, stage.qd(), l, 16 * j, i);
+                        mma(o[2 * j], as_a<T>(S16, i), b[0]);
+                        mma(o[2 * j + 1], as_a<T>(S16, i), b[1]);
                     }
 #pragma unroll
                 for (int i = 0; i < kCSteps; ++i)
 #pragma unroll
-                    for (int m = i; m < kCSteps; ++m) {
-                        const FragA<T> x = row_a(stage.Aqk(), l, 16 * m, i);
-                        mma(o[m][0], x, as_b<T>(v16, i, 0));
-                        mma(o[m][1], x, as_b<T>(v16, i, 1));
+                    for (int j = i; j < kCSteps; ++j) {
+                        FragB<T> b[2];
+                        row_b(b, stage.Aqk(), l, 16 * j, i);
+                        mma(o[2 * j], as_a<T>(v16, i), b[0]);
+                        mma(o[2 * j + 1], as_a<T>(v16, i), b[1]);
                     }
-                const int rows = c == work.count - 1 ? work.last_rows : kRows;
-                const int64_t row = work.row + int64_t{kRows} * c + g;
-                T* at = static_cast<T*>(p.o) + (row * p.HV + work.hv) * kHead + v + 4 * t;
-                const int64_t down = int64_t{8} * p.HV * kHead;
+                const int left = (c == work.count - 1 ? work.last_rows : kRows) - 2 * t;  // from row 2 t on
+                const int64_t row = work.row + int64_t{kRows} * c + 2 * t;
+                T* at = static_cast<T*>(p.o) + (row * p.HV + work.hv) * kHead + v + 2 * g;
+                const int down = p.HV * kHead;
 #pragma unroll
-                for (int m = 0; m < kCSteps; ++m)
+                for (int n = 0; n < kCTiles; ++n)
 #pragma unroll
-                    for (int i = 0; i < 2; ++i, at += down)
-                        if (16 * m + 8 * i + g < rows)
-                            store_global2(reinterpret_cast<float*>(at),
-                                          __uint_as_float(pack2<T>(o[m][0][2 * i], o[m][1][2 * i])),
-                                          __uint_as_float(pack2<T>(o[m][0][2 * i + 1], o[m][1][2 * i + 1])));
+                    for (int e = 0; e < 2; ++e) {
+                        const uint32_t x = pack2<T>(o[n][e], o[n][2 + e]);
+                        if (8 * n + e < left) *reinterpret_cast<uint32_t*>(at + int64_t{8 * n + e} * down) = x;
+                    }
             }
 #pragma unroll
             for (int i = 0; i < kCSteps / 2; ++i)
