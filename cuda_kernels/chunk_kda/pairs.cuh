@@ -65,11 +65,15 @@ struct Decays {
         for (int u = 0; u < Own::kUnits; ++u)
 #pragma unroll
             for (int i = 0; i < kSegment; ++i) {
-                const bool there = Own::segment(u) * kSegment + i < c.rows;
-                const float2 z = x[u][i];
-                x[u][i].x = there ? exp2_fast(log2_decay<kGate>(p, rate, z.x + bias.x)) : 1.f;
-                x[u][i].y = there ? exp2_fast(log2_decay<kGate>(p, rate, z.y + bias.y)) : 1.f;
+                x[u][i].x = exp2_fast(unbounded_log2_decay<kGate>(p, rate, x[u][i].x + bias.x));
+                x[u][i].y = exp2_fast(unbounded_log2_decay<kGate>(p, rate, x[u][i].y + bias.y));
             }
+        if (c.rows == kRows) return;
+#pragma unroll
+        for (int u = 0; u < Own::kUnits; ++u)
+#pragma unroll
+            for (int i = 0; i < kSegment; ++i)
+                if (Own::segment(u) * kSegment + i >= c.rows) x[u][i] = make_float2(1.f, 1.f);
     }
     // d of the owned elements, and the product over each segment into fp32 [kSegments][kK] at `totals`.
     __device__ __forceinline__ void finish(uint32_t totals, const KdaParams& p, const ChunkHead& c) {
@@ -136,10 +140,13 @@ __device__ __forceinline__ void write_small_levels(uint32_t operands, int level_
     }
 }
 
-// Product of the segments' totals from one on, up to another that is not counted, times x.
-template <int kK>
-__device__ __forceinline__ float2 times_totals(float2 x, uint32_t totals, int from, int to) {
-    for (; from < to; ++from) x = x * shared_f32x2(totals + from * kK * 4);
+// Product of the totals of the kCount segments beside those `segment` is one of. `totals`: of the thread's channels.
+template <int kCount, int kK>
+__device__ __forceinline__ float2 totals_beside(uint32_t totals, int segment) {
+    totals += ((segment ^ kCount) & -kCount) * (kK * 4);
+    float2 x = shared_f32x2(totals);
+#pragma unroll
+    for (int i = 1; i < kCount; ++i) x = x * shared_f32x2(totals + i * (kK * 4));
     return x;
 }
 

@@ -127,17 +127,10 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
         }
         const uint32_t totals = s_totals + col * 4;
         float2 before = make_float2(1.f, 1.f), after = before;
-        int from = segment, to = segment + 1;
-#pragma unroll
-        for (int l = 0; l <= 3; ++l) {
-            const int s = 1 << l, first = segment & -s, last = first + s;
-            before = times_totals<kHead>(before, totals, first, from);
-            after = times_totals<kHead>(after, totals, to, last);
-            from = first, to = last;
+        const auto write_level = [&](int l) {
             if constexpr (!kBackward) {
-                if (l == 3) break;
+                const int s = 1 << l, r = without_bit(segment, s) * kSegment;
                 const HeadTile x{s0 + Cfg::kOperands + l * Cfg::kLevel};
-                const int r = without_bit(segment, s) * kSegment;
                 if (segment & s) {
 #pragma unroll
                     for (int i = 0; i < kSegment; ++i) {
@@ -153,7 +146,20 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
                     }
                 }
             }
-        }
+        };
+        const auto extend = [&](float2 beside, int s) {
+            if (segment & s) {
+                before = before * beside;
+            } else {
+                after = after * beside;
+            }
+        };
+        write_level(0);
+        extend(totals_beside<1, kHead>(totals, segment), 1);
+        write_level(1);
+        extend(totals_beside<2, kHead>(totals, segment), 2);
+        write_level(2);
+        extend(totals_beside<4, kHead>(totals, segment), 4);
         const float2 scaled = before * p.scale;
         const auto put_lower = [&](int i, float2 x) {
             store_image2<T, kHead>(kr, segment * kSegment + i, 0, col, x * after);

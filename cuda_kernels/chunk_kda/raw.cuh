@@ -27,10 +27,10 @@ struct ChunkHead {
 };
 
 __device__ __forceinline__ ChunkHead chunk_head(const KdaParams& p) {
-    const int64_t entry = blockIdx.x;
-    const int hv = static_cast<int>(entry % p.HV);
-    const KdaChunk* chunk = p.chunks + entry / p.HV;
-    return {chunk->row, entry, chunk->rows, hv, hv / (p.HV / p.H)};
+    const unsigned entry = blockIdx.x, heads = p.HV, hv = entry % heads;
+    const KdaChunk* chunk = p.chunks + entry / heads;
+    const int head = static_cast<int>(hv);
+    return {chunk->row, entry, chunk->rows, head, head / (p.HV / p.H)};
 }
 
 // 16-byte pieces of [rows][kCols], neighbouring rows `stride` elements apart, by cp.async; zeros in the rows after.
@@ -46,9 +46,15 @@ __device__ __forceinline__ void copy_rows(const Tile<T, kCols>& s, const T* src,
 
 __device__ __forceinline__ float sigmoid(float x) { return reciprocal_fast(1.f + exp2_fast(-kLog2E * x)); }
 
-// log(1 + e^x), right to a few ulp at both ends.
+// log(1 + e^x), to 3 ulp at both ends: with y = e^-|x| the polynomial is log(1 + y) / y on [0, 1] to 2^-25.
 __device__ __forceinline__ float softplus(float x) {
-    return fmaxf(x, 0.f) + log1pf(exp2_fast(-kLog2E * fabsf(x)));
+    constexpr float kTerms[] = {5.232694559e-3f,  -2.950524352e-2f, 7.822596282e-2f,  -1.366324723e-1f, 1.910600811e-1f,
+                                -2.484298199e-1f, 3.331909776e-1f,  -4.999949336e-1f, 9.999999404e-1f};
+    const float y = exp2_fast(-kLog2E * fabsf(x));
+    float sum = kTerms[0];
+#pragma unroll
+    for (int i = 1; i < 9; ++i) sum = fmaf(sum, y, kTerms[i]);
+    return fmaf(sum, y, fmaxf(x, 0.f));
 }
 
 // r of the 64 rows of x into fp32 at `out`; 1 where the norm is not asked for. 8 lanes share a row.
@@ -71,7 +77,7 @@ __device__ __forceinline__ void inverse_norms(uint32_t out, const Tile<T, kK>& x
         }
 #pragma unroll
         for (int i = 1; i < 8; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
-        if (l == 0) set_shared_f32(out + 4 * r, wanted ? 1.f / sqrtf(sum + 1e-6f) : 1.f);
+        if (l == 0) set_shared_f32(out + 4 * r, wanted ? reciprocal_sqrt_fast(sum + 1e-6f) : 1.f);
     }
 }
 
@@ -94,18 +100,19 @@ __device__ __forceinline__ float gate_rate(const KdaParams& p, int hv) {
     return p.gate == Gate::Pregated ? 1.f : expf(p.A_log[hv]);
 }
 
-// a, from z = g as given + dt_bias.
+// a, from z = g as given + dt_bias, without its least value.
 template <Gate kGate>
-__device__ __forceinline__ float log2_decay(const KdaParams& p, float rate, float z) {
-    const float a = kLog2E * (kGate == Gate::Pregated   ? z
-                              : kGate == Gate::Softplus ? -rate * softplus(z)
-                                                        : p.lower_bound * sigmoid(rate * z));
-    return a < kLeastDecay ? kLeastDecay : a;  // NaN stays
+__device__ __forceinline__ float unbounded_log2_decay(const KdaParams& p, float rate, float z) {
+    return kGate == Gate::Pregated   ? kLog2E * z
+           : kGate == Gate::Softplus ? -(kLog2E * rate) * softplus(z)
+                                     : (kLog2E * p.lower_bound) * sigmoid(rate * z);
 }
+// a, from z = g as given + dt_bias.
 __device__ __forceinline__ float log2_decay(const KdaParams& p, float rate, float z) {
-    return p.gate == Gate::Pregated   ? log2_decay<Gate::Pregated>(p, rate, z)
-           : p.gate == Gate::Softplus ? log2_decay<Gate::Softplus>(p, rate, z)
-                                      : log2_decay<Gate::LowerBound>(p, rate, z);
+    const float a = p.gate == Gate::Pregated   ? unbounded_log2_decay<Gate::Pregated>(p, rate, z)
+                    : p.gate == Gate::Softplus ? unbounded_log2_decay<Gate::Softplus>(p, rate, z)
+                                               : unbounded_log2_decay<Gate::LowerBound>(p, rate, z);
+    return a < kLeastDecay ? kLeastDecay : a;  // NaN stays
 }
 
 // dt_bias of channels col and col + 1; 0 where there is none.

@@ -165,6 +165,8 @@ inline float reciprocal_fast(float x) {
 
 inline int shared_limit() { return emulator::shared_limit; }
 
+inline float reciprocal_sqrt_fast(float x) { return 1.f / sqrtf(x); }
+
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t blocks, int threads, int shared, cudaStream_t, const Params& p) {
     return emulator::launch(blocks, threads, shared, emulator::thread_of<kKernel, Params>, &p);
