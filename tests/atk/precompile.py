@@ -94,7 +94,7 @@ def make(folder: Path, ops: Sequence[str], arch: int, part: int, parts: int, sec
         dtypes = [str(getattr(x, "dtype", None)) for x in args.values()]
         kind = f"{kernel.fn.__module__} {tile} {dtypes} {list(map(str, constants.values()))}"
         mine = int(hashlib.sha256(kind.encode()).hexdigest(), 16) % parts == part
-        if tasks == 0 or not mine or time.monotonic() > deadline:
+        if tasks == 0 or not mine:
             return
         compiled = kernel.warmup(grid=(1,), **args, **constants, **options("cuda", tile))
         if compiled.hash not in done:
@@ -115,7 +115,8 @@ def make(folder: Path, ops: Sequence[str], arch: int, part: int, parts: int, sec
             stack.callback(REGISTRY.unregister, op, "precompile")
             it = suite.executor(op)
             for spec in (*records.load(op), *records.load(op, "model")):
-                it.run(it.build(spec, torch.device("cpu")), "precompile")
+                if time.monotonic() < deadline:
+                    it.run(it.build(spec, torch.device("cpu")), "precompile")
             print(f"{op}: {len(done)} kernels", file=sys.stderr)
     return len(done)
 
@@ -165,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     m.add_argument("--op", action="append", choices=records.ops(), help="only this op (may be repeated)")
     m.add_argument("--arch", type=int, default=90, help="compute capability, default 90")
     m.add_argument("--part", default="1/1", metavar="I/N", help="the I-th of N parts")
-    m.add_argument("--seconds", type=float, default=float("inf"), help="begin no kernel after that time")
+    m.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after that time")
     k = verbs.add_parser("pack", help="write the archive")
     k.add_argument("dir", type=Path)
     k.add_argument("file", type=Path)
