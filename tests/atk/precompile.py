@@ -75,9 +75,10 @@ def _keys_seen() -> Iterator[dict[str, str]]:
         yield seen
 
 
-def make(folder: Path, ops: Sequence[str], arch: int, part: int, parts: int, seconds: float) -> int:
-    """Compiles what is not in ``folder`` yet of this part; the number of kernels compiled or found."""
-    import torch
+@contextlib.contextmanager
+def compiling(folder: Path, arch: int = 90, part: int = 0, parts: int = 1) -> Iterator[set[str]]:
+    """Within the block each op has a backend "precompile", which compiles the kernels of a call into ``folder``, or
+    those of one part, and leaves the results uninitialised. Gives the hashes of the kernels compiled or found there."""
     import triton
     from triton.runtime.cache import _base32
 
@@ -85,9 +86,8 @@ def make(folder: Path, ops: Sequence[str], arch: int, part: int, parts: int, sec
     from mindspeed_kda.npu_kernels.launch import options
     from mindspeed_kda.npu_kernels.wy_dqkg import plan as wy
     from mindspeed_kda.registry import REGISTRY, Backend
-    from tests.atk import suite
 
-    deadline, done = time.monotonic() + seconds, set[str]()
+    done: set[str] = set()
     triton.runtime.driver.set_active(_Driver(arch))
 
     def compile_only(kernel: Any, device: Any, tasks: int, args: Any, constants: Any, tile: Any, **_: Any) -> None:
@@ -109,10 +109,21 @@ def make(folder: Path, ops: Sequence[str], arch: int, part: int, parts: int, sec
         for plan in (kda, wy):
             stack.enter_context(mock.patch.object(plan, "launch", compile_only))
             stack.enter_context(mock.patch.object(plan, "sizes_of", for_cuda(plan.sizes_of)))
-        for op in ops:
-            backend = kda if op == "chunk_kda" else wy.run
+        for op, backend in {"chunk_kda": kda, "chunk_kda_bwd_wy_dqkg_fused": wy.run}.items():
             REGISTRY.register(Backend(op, "precompile", lambda call: None, lambda backend=backend: backend))
             stack.callback(REGISTRY.unregister, op, "precompile")
+        yield done
+
+
+def make(folder: Path, ops: Sequence[str], arch: int, part: int, parts: int, seconds: float) -> int:
+    """Compiles what is not in ``folder`` yet of this part; the number of kernels compiled or found."""
+    import torch
+
+    from tests.atk import suite
+
+    deadline = time.monotonic() + seconds
+    with compiling(folder, arch, part, parts) as done:
+        for op in ops:
             it = suite.executor(op)
             for spec in (*records.load(op), *records.load(op, "model")):
                 if time.monotonic() < deadline:
