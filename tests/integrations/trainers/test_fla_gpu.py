@@ -7,6 +7,8 @@ nearly all of the time: all tests share their sizes, and its autotuner takes the
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -140,11 +142,11 @@ def test_a_language_model_trains_along_the_same_curve(served):
     enable()
     with_ours = train()
     assert len(calls) >= 2 * STEPS
-    assert without[-1] < 0.6 * without[0]
     apart = (with_ours - without).abs() / without
     steps = [*range(0, STEPS, 10), STEPS - 1]
     print(f"losses of steps {steps}: without {without[steps].tolist()}, with {with_ours[steps].tolist()}; ", end="")
     print(f"apart by {float(apart.mean()):.2%} on average, {float(apart.max()):.2%} at most")
+    assert without[-1] < math.log(VOCABULARY) - 0.4, "the model remembers no pattern"
     # A rounding of bfloat16 on every output of the layers moves this curve by 0.6 % in 60 steps, by 4 % in 100.
     assert apart.mean() < 0.01
     assert apart.max() < 0.05

@@ -1,4 +1,5 @@
-"""The snippets of the pages on flash-linear-attention and Transformers, each in a process of its own."""
+"""The snippets of the pages on flash-linear-attention and Transformers and the lines of the README's table, each in a
+process of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[3] / "docs" / "integrations"
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs" / "integrations"
 
 
 @pytest.mark.parametrize("page", ["flash_linear_attention.md", "transformers.md"])
@@ -18,3 +20,11 @@ def test_snippet_runs(page):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "torch.Size" in done.stdout
+
+
+@pytest.mark.parametrize("trainer", ["flash-linear-attention", "Transformers", "plain PyTorch"])
+def test_line_of_the_readme_runs(trainer):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (line,) = re.findall(rf"^\| \[{trainer}\]\(.*?\) \| `(from [^`]+)` \|$", readme, flags=re.M)
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
