@@ -141,6 +141,23 @@ class TestStandardsCanFail:
         assert {m.split()[0] for m in misses} == {"MARE", "MERE", "RMSE"}
         assert not self.judge(lambda x: x * (1 + 2.0**-9), control=lambda g: g * (1 + 2.0**-12), dual=False)
 
+    @pytest.mark.parametrize(
+        ("n", "out", "off", "passes"),
+        [
+            (1, torch.float32, 1.4, True),
+            (15, torch.float32, 1.4, True),
+            (1, torch.float32, 1.6, False),
+            (16, torch.float32, 1.4, False),
+            (1, torch.bfloat16, 1.4, False),
+        ],
+    )
+    def test_few_numbers_that_cancel(self, n, out, off, passes):
+        """In 16 bits, fewer than FEW float32 numbers are held to 1.5 times the control's RMS ratio, others to 5e-3."""
+        golden = torch.linspace(1, 2, n, dtype=torch.float64)
+        control, got = golden * (1 + 2.0**-4), (golden * (1 + off * 2.0**-4)).to(out)
+        misses = standards.judge("x", [got], golden, control, torch.bfloat16, out, None).misses
+        assert any("RMS ratio" in m for m in misses) is not passes
+
     def test_an_exact_control_does_not_fail_a_rounding(self):
         assert not self.judge(lambda x: torch.nextafter(x, 2 * x), control=lambda g: g, main=torch.float32)
 
