@@ -39,6 +39,6 @@ TESTS=tests/integrations/trainers
 for version in $FLA; do
     stage "flash-linear-attention $version" env PYTHONPATH="$VENV/fla-$version" "$PY" -m pytest -q "$TESTS/test_fla.py" "$@"
 done
-stage "Transformers and the pages" env PYTHONPATH="$VENV/fla-0.6.0" "$PY" -m pytest -q "$TESTS/test_transformers.py" \
-    "$TESTS/test_trainer_pages.py" "$@"
+stage "Transformers, the pages, kernels compiled ahead" env PYTHONPATH="$VENV/fla-0.6.0" "$PY" -m pytest -q \
+    "$TESTS/test_transformers.py" "$TESTS/test_trainer_pages.py" tests/atk/test_precompile.py "$@"
 finish
