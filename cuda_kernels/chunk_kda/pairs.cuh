@@ -33,28 +33,30 @@ struct Decays {
     using Own = Units<kK>;
     float2 x[Own::kUnits][kSegment];  // g as given, then d
 
+    // Rows past the chunk's last read that one; finish() knows them.
     template <class T>
     __device__ __forceinline__ void load(const KdaParams& p, const ChunkHead& c) {
-        const int64_t stride = int64_t{p.HV} * kK;
+        const int stride = p.HV * kK;
+        const int64_t at = (c.row * p.HV + c.hv) * kK + Own::col();
+        const auto each = [&](const auto& read) {
 #pragma unroll
-        for (int u = 0; u < Own::kUnits; ++u) {
-            const int r0 = Own::segment(u) * kSegment;
-            int64_t at = (c.row * p.HV + c.hv) * kK + r0 * stride + Own::col();
-            if (p.g_f32) {
+            for (int u = 0; u < Own::kUnits; ++u)
 #pragma unroll
-                for (int i = 0; i < kSegment; ++i, at += stride) {
-                    float y[2] = {0.f, 0.f};
-                    if (r0 + i < c.rows) global_f32x2(y, static_cast<const float*>(p.g) + at);
-                    x[u][i] = make_float2(y[0], y[1]);
+                for (int i = 0; i < kSegment; ++i) {
+                    const int r = Own::segment(u) * kSegment + i, last = c.rows - 1;
+                    x[u][i] = read(int64_t{r < last ? r : last} * stride);
                 }
-            } else {
-#pragma unroll
-                for (int i = 0; i < kSegment; ++i, at += stride) {
-                    uint32_t y = 0;
-                    if (r0 + i < c.rows) y = *reinterpret_cast<const uint32_t*>(static_cast<const T*>(p.g) + at);
-                    x[u][i] = unpack2<T>(y);
-                }
-            }
+        };
+        if (p.g_f32) {
+            each([src = static_cast<const float*>(p.g) + at](int64_t offset) {
+                float y[2];
+                global_f32x2(y, src + offset);
+                return make_float2(y[0], y[1]);
+            });
+        } else {
+            each([src = static_cast<const T*>(p.g) + at](int64_t offset) {
+                return unpack2<T>(*reinterpret_cast<const uint32_t*>(src + offset));
+            });
         }
     }
     template <Gate kGate>
@@ -150,10 +152,27 @@ __device__ __forceinline__ float2 totals_beside(uint32_t totals, int segment) {
     return x;
 }
 
-// 32 bits of a tile's image in global memory.
+// r of the rows of q and of k into fp32 [kRows] each at `out`; 1 where the norm is not asked for. Two warps share 16
+// rows: one takes the tensor core's q q^T, the other k k^T, and of it the diagonal.
 template <class T, int kK>
-__device__ __forceinline__ void store_image2(char* image, int row, int down, int col, float2 x) {
-    *reinterpret_cast<uint32_t*>(image + Tile<T, kK>{0}.at(row, down, col)) = pack2<T>(x.x, x.y);
+__device__ __forceinline__ void write_inverse_norms(uint32_t out, const Tile<T, kK>& q, const Tile<T, kK>& k,
+                                                    bool wanted) {
+    const int lane = lane_id(), warp = threadIdx.x / 32, g = lane / 4;
+    const int row0 = warp / 2 * 16;
+    const Tile<T, kK> x = warp % 2 == 0 ? q : k;
+    float low[4] = {}, high[4] = {};
+#pragma unroll
+    for (int i = 0; i < kK / 16; ++i) {
+        const FragA<T> a = row_a(x, lane, row0, i);
+        mma(low, a, FragB<T>{{a.r[0], a.r[2]}});
+        mma(high, a, FragB<T>{{a.r[1], a.r[3]}});
+    }
+    if (g / 2 != lane % 4) return;  // the lane's columns are 2 (lane % 4) and the next
+    const float sums[2] = {g % 2 ? low[1] : low[0], g % 2 ? high[3] : high[2]};
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        set_shared_f32(out + (warp % 2 * kRows + row0 + 8 * i + g) * 4,
+                       wanted ? reciprocal_sqrt_fast(sums[i] + 1e-6f) : 1.f);
 }
 
 // Rows row0 .. row0 + 7 of x as columns of the second operand, steps 2 i and 2 i + 1.

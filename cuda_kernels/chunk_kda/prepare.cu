@@ -55,8 +55,7 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
     decays.finish(s_totals, p, c);
     copy_wait<kBackward ? 1 : 0>();
     __syncthreads();  // q and k have arrived
-    inverse_norms(s_rq, s_q, p.qk_l2norm);
-    inverse_norms(s_rk, s_k, p.qk_l2norm);
+    write_inverse_norms(s_rq, s_q, s_k, p.qk_l2norm);
     __syncthreads();
 
     // q and k of a unit after their norm.
@@ -95,25 +94,32 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
 
     // Levels 8, 16 and 32, and the outputs that are elementwise: R and C of whole segments, times what lies between the
     // segment and the border of its block (before, after), at last between the segment and the chunk's ends.
-    char* const qd = static_cast<char*>(p.qd) + c.entry * Cfg::kTile;
-    char* const kr = static_cast<char*>(p.kr) + c.entry * Cfg::kTile;
+    // A thread's first element in an image of qd or kr, but for the permutation.
+    const int64_t image = c.entry * Cfg::kTile + Own::segment(0) * kSegment * HeadTile::kRowBytes;
+    char* const qd = static_cast<char*>(p.qd) + image;
+    char* const kr = static_cast<char*>(p.kr) + image;
+    const auto store_image = [&](char* at, int u, int i, float2 x) {
+        constexpr int kStep = Own::kUnits > 1 ? kRows / Own::kUnits * HeadTile::kRowBytes : 0;  // between units
+        const uint32_t column = HeadTile{0}.at(i, 0, Own::col()) - i * HeadTile::kRowBytes;
+        *reinterpret_cast<uint32_t*>(at + column + (u * kStep + i * HeadTile::kRowBytes)) = pack2<T>(x.x, x.y);
+    };
 #pragma unroll
     for (int u = 0; u < Own::kUnits; ++u) {
         const int segment = Own::segment(u), col = Own::col();
         const float2(&d)[kSegment] = decays.x[u];
+        float2 k[kSegment];
+        load_unit(s_k, s_rk, segment, k);
         const auto lower = [&](const auto& use) {  // k C
-            float2 k[kSegment], C = make_float2(1.f, 1.f);
-            load_unit(s_k, s_rk, segment, k);
+            float2 C = make_float2(1.f, 1.f);
 #pragma unroll
             for (int i = kSegment - 1; i >= 0; --i) {
                 use(i, k[i] * C);
-                C = C * d[i];
+                if (i > 0) C = C * d[i];
             }
         };
         const auto upper = [&](const auto& use) {  // q R, k R
-            float2 q[kSegment], k[kSegment], R = d[0];
+            float2 q[kSegment], R = d[0];
             load_unit(s_q, s_rq, segment, q);
-            load_unit(s_k, s_rk, segment, k);
 #pragma unroll
             for (int i = 0; i < kSegment; ++i) {
                 if (i > 0) R = R * d[i];
@@ -162,13 +168,13 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
         extend(totals_beside<4, kHead>(totals, segment), 4);
         const float2 scaled = before * p.scale;
         const auto put_lower = [&](int i, float2 x) {
-            store_image2<T, kHead>(kr, segment * kSegment + i, 0, col, x * after);
+            store_image(kr, u, i, x * after);
         };
         const auto put_upper = [&](int i, float2 x, float2 y) {
             const int r = segment * kSegment + i;
             const float2 kg = y * before;
             store2(s_k, r, 0, col, kg.x, kg.y);
-            store_image2<T, kHead>(qd, r, 0, col, x * scaled);
+            store_image(qd, u, i, x * scaled);
         };
         if constexpr (kBackward) {
             lower(put_lower);

@@ -30,7 +30,7 @@ __device__ __forceinline__ ChunkHead chunk_head(const KdaParams& p) {
     const unsigned entry = blockIdx.x, heads = p.HV, hv = entry % heads;
     const KdaChunk* chunk = p.chunks + entry / heads;
     const int head = static_cast<int>(hv);
-    return {chunk->row, entry, chunk->rows, head, head / (p.HV / p.H)};
+    return {chunk->row, entry, chunk->rows, head, p.HV == p.H ? head : head / (p.HV / p.H)};
 }
 
 // 16-byte pieces of [rows][kCols], neighbouring rows `stride` elements apart, by cp.async; zeros in the rows after.
