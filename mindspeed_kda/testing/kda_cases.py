@@ -70,19 +70,24 @@ GATES: dict[str, dict[str, Any]] = {
     "softplus, A_log 20": {"gate": "softplus", "A_log": 20.0},
 }
 _WIDE = {"T": 500, "HV": 4, "K": 128, "V": 128}
+# Many heads where there are few tokens: a gradient that one token or head carries alone has that one's error, which may
+# be four times the usual.
 CASES: dict[str, Case] = {
-    **{f"T {T}": Case({"T": T, "gate": "softplus"}) for T in (1, 15, 63, 64, 65, 500, 2048, 8192)},
+    **{f"T {T}": Case({"T": T, "H": 16, "gate": "softplus"}) for T in (1, 15, 63, 64, 65)},
+    **{f"T {T}": Case({"T": T, "gate": "softplus"}) for T in (500, 2048, 8192)},
     **{f"gate {name}": Case(_WIDE | options) for name, options in GATES.items()},
     "tokens that forget everything": Case({"T": 500, "H": 1, "HV": 2, "K": 128, "V": 128}, _forget),
     "beta of zero": Case({"T": 500, "raw": False}, _zero_beta),
     "beta of zero, negative eigenvalues": Case({"T": 500, "raw": False, "neg_eigval": True}, _zero_beta),
-    **{f"size {n}": Case({"T": 200, "K": n, "V": n, "gate": "lower_bound"}) for n in (60, 64, 100, 128, 256)},
+    **{f"size {n}": Case({"T": 200, "H": 8, "K": n, "V": n, "gate": "lower_bound"}) for n in (60, 64, 100, 128, 256)},
     "packed": Case(_packed([0, 15, 100, 300, 1200, 2000])),
     "packed, an empty sequence": Case(_packed([0, 65, 65, 128])),
     "packed, K 128, empty ends": Case(
         _packed([0, 0, 64, 193, 194, 194], K=128, V=128, cu_dtype=torch.int64, state_v_first=False)
     ),
-    **{f"chunk {n}": Case({"T": 200, "BT": n, "gate": "softplus", "disable_recompute": True}) for n in (16, 32)},
+    **{
+        f"chunk {n}": Case({"T": 200, "H": 8, "BT": n, "gate": "softplus", "disable_recompute": True}) for n in (16, 32)
+    },
     "32 heads, ready-made inputs": Case(
         {"T": 200, "H": 32, "raw": False, "neg_eigval": True, "states": False, "wide_beta_and_g": False}
     ),
