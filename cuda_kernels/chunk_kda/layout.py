@@ -9,6 +9,8 @@ from mindspeed_kda import chunks
 from mindspeed_kda.contracts.chunk_kda import ChunkKdaCall
 
 CHUNK = 64
+STORED_SCALE = {torch.float16: 256.0, torch.bfloat16: 1.0}
+"""What w and qd are stored times (kStoredScale of common/tiles.h)."""
 
 
 def num_chunks(c: ChunkKdaCall) -> int:

@@ -6,7 +6,8 @@
 //
 // Images. A tile (w, u, qd, kr, v_new, dv) is [64][D] main, a state (h, dh) [K][V] main; both lie in memory exactly as
 // Tile<T, D> (common/mma.cuh) lays them out in shared memory, so a copy of consecutive 16-byte pieces loads one. Rows
-// of a tile past its chunk's last are zero: the scans know no tails.
+// of a tile past its chunk's last are zero: the scans know no tails. In fp16 w and qd are stored times 256, so that
+// what a first token's decay of 2^-14 leaves is a normal number still.
 #pragma once
 
 #include <cstdint>

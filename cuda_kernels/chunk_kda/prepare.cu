@@ -166,13 +166,13 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
         extend(totals_beside<2, kHead>(totals, segment), 2);
         write_level(2);
         extend(totals_beside<4, kHead>(totals, segment), 4);
-        const float2 scaled = before * p.scale;
+        const float2 scaled = before * (p.scale * kStoredScale<T>);
         const auto put_lower = [&](int i, float2 x) {
             store_image(kr, u, i, x * after);
         };
         const auto put_upper = [&](int i, float2 x, float2 y) {
             const int r = segment * kSegment + i;
-            const float2 kg = y * before;
+            const float2 kg = y * before * kStoredScale<T>;
             store2(s_k, r, 0, col, kg.x, kg.y);
             store_image(qd, u, i, x * scaled);
         };

@@ -132,11 +132,21 @@ __device__ __forceinline__ void load_stage(const KdaParams& p, const ScanWork& s
     copy_pieces<kHead * 4, kStep>(base + Cfg::kDecay, p.decay, entry, j);
 }
 
-// Accumulators of 16 rows and 8 kN columns, rounded: of each tile of 8 columns the pairs of row g and of row g + 8.
+// Accumulators of 16 rows and 8 kN columns, times a factor, rounded: of each tile of 8 columns the pairs of row g and
+// of row g + 8.
 template <class T, int kN>
-__device__ __forceinline__ void pack(uint32_t (&x)[kN][2], const float (&d)[kN][4]) {
+__device__ __forceinline__ void pack(uint32_t (&x)[kN][2], const float (&d)[kN][4], float factor = 1.f) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) x[n][0] = pack2<T>(d[n][0], d[n][1]), x[n][1] = pack2<T>(d[n][2], d[n][3]);
+    for (int n = 0; n < kN; ++n)
+        x[n][0] = pack2<T>(factor * d[n][0], factor * d[n][1]), x[n][1] = pack2<T>(factor * d[n][2], factor * d[n][3]);
+}
+template <int kN>
+__device__ __forceinline__ void scale(float (&d)[kN][4], float factor) {
+    if (factor == 1.f) return;
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[n][i] *= factor;
 }
 // As the first operand, the columns being the reduction: step i.
 template <class T, int kN>
@@ -234,8 +244,11 @@ __device__ __forceinline__ void scan(const ScanParams& a, int64_t block) {
     float S[kKTiles][4] = {};
     const float* start = kScan == Scan::Reverse ? p.dht : p.h0;
     if (start != nullptr) load_state<kHead>(S, start + work.state, v, p.v_first);
+    // The reverse scan, whose state takes q 2^g and w, carries it times what those are stored times.
+    constexpr float kStored = kStoredScale<T>, kCarried = kScan == Scan::Reverse ? kStored : 1.f;
+    scale(S, kCarried);
     uint32_t S16[kKTiles][2];
-    pack<T>(S16, S);
+    pack<T>(S16, S, 1.f / kCarried);
 
     int place = 0;
 #pragma unroll 1
@@ -269,7 +282,7 @@ __device__ __forceinline__ void scan(const ScanParams& a, int64_t block) {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const float2 u = unpack2<T>(shared_u32(stage.value().at(2 * t + e, 8 * n, vw + 2 * g)));
-                    v_new[n][e] = u.x - v_new[n][e], v_new[n][2 + e] = u.y - v_new[n][2 + e];
+                    v_new[n][e] = u.x - v_new[n][e] / kStored, v_new[n][2 + e] = u.y - v_new[n][2 + e] / kStored;
                 }
             uint32_t v16[kCTiles][2];
             pack<T>(v16, v_new);
@@ -287,6 +300,7 @@ __device__ __forceinline__ void scan(const ScanParams& a, int64_t block) {
                         mma(o[2 * j], as_a<T>(S16, i), b[0]);
                         mma(o[2 * j + 1], as_a<T>(S16, i), b[1]);
                     }
+                scale(o, 1.f / kStored);
 #pragma unroll
                 for (int i = 0; i < kCSteps; ++i)
 #pragma unroll
@@ -368,8 +382,9 @@ __device__ __forceinline__ void scan(const ScanParams& a, int64_t block) {
                     mma(S[n], as_a<T>(dv16, 2 * i + 1), b[1]);
                 }
         }
-        pack<T>(S16, S);
+        pack<T>(S16, S, 1.f / kCarried);
     }
+    scale(S, 1.f / kCarried);
     float* end = kScan == Scan::Forward ? p.ht : kScan == Scan::Reverse ? p.dh0 : nullptr;
     if (end != nullptr) store_state<kHead>(S, end + work.state, v, p.v_first);
 }

@@ -1,6 +1,8 @@
 // The only table of tile sizes and shared-memory budgets, read by the kernels, their launches and the tests.
 #pragma once
 
+#include <cuda_fp16.h>
+
 namespace kda {
 
 constexpr int kRows = 64;  // rows of a tile: the largest chunk
@@ -48,6 +50,12 @@ struct WyTile {
     static_assert(kQkInShared || (kPasses == 1 && kPassTile <= kValueTile), "dw fits in v_new's place");
     static_assert(kRows * kRows * kBytes <= kValueTile, "M and M A^T fit in a value tile");
 };
+
+// What w and qd of chunk_kda are stored times (chunk_kda/params.h).
+template <class T>
+constexpr float kStoredScale = 1.f;
+template <>
+constexpr float kStoredScale<__half> = 256.f;
 
 // chunk_kda's scans. A warp carries the state of 16 value columns and all key columns, kHead = K = V, in registers
 // through the chunks of a sequence; a CTA has such warps for kSlice columns and as many that copy the chunks' operands

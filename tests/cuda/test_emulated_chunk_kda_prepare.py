@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mindspeed_kda.contracts import chunk_kda
+from mindspeed_kda.cuda_kernels.chunk_kda import layout
 from mindspeed_kda.reference import transforms
 from mindspeed_kda.testing.covering import pairwise
 from mindspeed_kda.testing.kda_inputs import kda_inputs
@@ -131,6 +132,8 @@ def by_chunk(call, got):
     are not zero, columns of A and Aqk that are not zero."""
     c, out = call, []
     tiles = {name: emulated.image(got[name]) for name in ("w", "u", "qd", "kr")}
+    for name in ("w", "qd"):
+        tiles[name] = tiles[name].float() / layout.STORED_SCALE[c.dtype]
     A, Aqk = (got[name].reshape(-1, c.HV, 64) for name in ("A", "Aqk"))
     for n, (row, rows, _) in enumerate(expected_chunks(c)[0]):
         for hv in range(c.HV):
@@ -164,7 +167,8 @@ def check_prepare(kernels, call):
         limit = 1e-5
         if name != "decay":
             kind, size = torch.finfo(call.dtype), float(b.square().mean().sqrt())
-            limit = ROUNDINGS * (kind.eps / 2 + kind.smallest_normal * kind.eps / 2 / max(size, 1e-12))
+            least = kind.smallest_normal / (layout.STORED_SCALE[call.dtype] if name in ("w", "qd") else 1.0)
+            limit = ROUNDINGS * (kind.eps / 2 + least * kind.eps / 2 / max(size, 1e-12))
         assert_accurate(name, a, b, torch.float32 if name == "decay" else call.dtype, rms_limit=limit)
 
 

@@ -98,6 +98,8 @@ def problem(dtype, size, lengths=None, B=1, T=64, HV=1, states=True, v_first=Fal
     if made.dht is not None:
         given["dht"] = made.dht
     images = {name: layout.image(x) if name in ("w", "u", "qd", "kr") else x for name, x in given.items()}
+    for name in ("w", "qd"):
+        images[name] = images[name] * layout.STORED_SCALE[dtype]
     return Problem(call, given, chunks), images
 
 
