@@ -1,6 +1,7 @@
 // What the op's kernel reads and writes in global memory: chunks of packed sequences, tiles, states, pairs of elements.
 #pragma once
 
+#include "../common/lanes.cuh"
 #include "../common/mma.cuh"
 #include "../common/params.h"
 #include "../common/tiles.h"
@@ -108,24 +109,6 @@ __device__ __forceinline__ void fill(const Tile<T, kCols>& s, const T* src, int 
             store1(s, r, 0, c, r < rows && c < cols ? src[static_cast<int64_t>(r) * stride + c] : from_float<T>(0.f));
         }
     }
-}
-
-// Swaps a bit of the lane with a bit of the index of w: one step of a transposition within groups of 4 lanes.
-template <int kLaneBit, int kIndexBit>
-__device__ __forceinline__ void exchange(uint32_t (&w)[4]) {
-    const bool upper = lane_id() & kLaneBit;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if (i & kIndexBit) continue;
-        const uint32_t got = __shfl_xor_sync(~0u, upper ? w[i] : w[i + kIndexBit], kLaneBit);
-        w[i] = upper ? got : w[i];
-        w[i + kIndexBit] = upper ? w[i + kIndexBit] : got;
-    }
-}
-// Word j of lane t goes to word t of lane j, within each group of 4 lanes.
-__device__ __forceinline__ void transpose4(uint32_t (&w)[4]) {
-    exchange<1, 1>(w);
-    exchange<2, 2>(w);
 }
 
 // One lane's share of a key column of a state over two steps of the reduction over V: kPieces pieces of 16 bytes, piece
@@ -264,16 +247,6 @@ __device__ __forceinline__ void store_pair(T* p, int cols, const float (&x)[2]) 
     } else {
         *reinterpret_cast<uint32_t*>(p) = pack2<T>(x[0], x[1]);
     }
-}
-
-__device__ __forceinline__ float sum_over_t(float x) {  // the 4 lanes of a row
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
-}
-__device__ __forceinline__ float sum_over_g(float x) {  // the 8 lanes of a column
-    x += __shfl_xor_sync(~0u, x, 4);
-    x += __shfl_xor_sync(~0u, x, 8);
-    return x + __shfl_xor_sync(~0u, x, 16);
 }
 
 // Adds a warp's share of db, rows 16 m + 8 i + g, to its sums in shared memory, in a fixed order.
