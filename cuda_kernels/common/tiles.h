@@ -112,4 +112,41 @@ struct KdaPrepareTile {
     static_assert(kBlocksPerSm * (kBytesTotal + 1024) <= 228 * 1024, "the CTAs fit a multiprocessor");
 };
 
+// chunk_kda's kda_grads, 16-bit, K = V = kHead: one CTA handles one chunk of one value head, two to a multiprocessor. A
+// warp owns all 64 rows of 8 key columns a pass, so that what follows the products with the states stays inside it.
+template <int kHead>
+struct KdaGradsTile {
+    static constexpr int kWarps = 8;
+    static constexpr int kThreads = 32 * kWarps;
+    static constexpr int kBlocksPerSm = 2;
+    static constexpr int kPassColumns = 8 * kWarps;
+    static constexpr int kPasses = kHead / kPassColumns;
+
+    // Shared memory. Y takes the place of dv_new; b Y that of v, then a warp's g, k dk1 and da; dq and dk those of q
+    // and k; P and D that of A.
+    static constexpr int kTile = kRows * kHead * 2;
+    static constexpr int kStage = kRows * 8 * 4;  // of a warp: fp32 of its columns
+    static constexpr int kPlace = 4 * 8 * 16;     // of a warp: 8 columns of 16 rows of two 16-bit operands
+    static constexpr int kDo = 0;
+    static constexpr int kVNew = kDo + kTile;
+    static constexpr int kY = kVNew + kTile;
+    static constexpr int kQ = kY + kTile;
+    static constexpr int kK = kQ + kTile;
+    static constexpr int kV = kK + kTile;
+    static constexpr int kA = kV + (kTile > kWarps * kStage ? kTile : kWarps * kStage);
+    static constexpr int kOperands = kA + kRows * kRows * 2;
+    static constexpr int kDb = kOperands + kWarps * kPlace;  // [kWarps][kRows] fp32
+    static constexpr int kBeta = kDb + kWarps * kRows * 4;   // [kRows] fp32: b
+    static constexpr int kNormQ = kBeta + kRows * 4;        // r of q and of k
+    static constexpr int kNormK = kNormQ + kRows * 4;
+    static constexpr int kDiagonal = kNormK + kRows * 4;  // of P
+    static constexpr int kLog = kDiagonal + kRows * 4;    // [kWarps] fp32 of dA_log
+    static constexpr int kSums = kLog + kWarps * 4;       // [kWarps][8] fp32: sum_v h dh of a warp's columns
+    // What the start knew, for later: registers are short in between.
+    static constexpr int kHere = kSums + kWarps * 32;  // the chunk and head, 24 bytes
+    static constexpr int kBase = kHere + 24;           // the first shared-space address
+    static constexpr int kColumn = kBase + 8;          // [kWarps]: first column of the warp's pass
+    static constexpr int kBytesTotal = kColumn + kWarps * 4;
+};
+
 }  // namespace kda
