@@ -302,18 +302,25 @@ def flash_attention(
       (left, right), how many keys before and after it are seen, None for no bound; ``causal`` makes right 0.
     * ``softcap`` c: scores become c * tanh(s / c), with s scaled already; 0 is none. ``scale=None`` means D^-0.5.
     * ``deterministic``: gradients repeat bit for bit. False allows a backend to add into dq in any order.
-    * ``backend``: "torch", "library", "triton" (which is taken by name only); None takes ``use_backend``, then
-      ``MINDSPEED_KDA_BACKEND``, then the best that can run the call. The same backend runs backward.
+    * ``backend``: "torch", "library", "triton"; None takes ``use_backend``, then ``MINDSPEED_KDA_BACKEND``, then the
+      best that can run the call. The same backend runs backward.
 
     A query that sees no key, and one that belongs to no sequence, has o = 0, lse = -inf and gradients 0. Inputs may
     have any strides and are never written. Raises ValueError or TypeError naming the argument, before any kernel runs,
     and RuntimeError with the reason where the backend asked for cannot run the call. Page: docs/flash_attention.md.
     """
+    needs_grad = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v))
+    if torch.compiler.is_compiling():
+        left, right = window
+        both = ops.flash_attention_fwd(
+            q, k, v, cu_seqlens_q, cu_seqlens_k,
+            causal, left, right, softcap, scale, deterministic, needs_grad, _traced_request(backend),
+        )  # fmt: skip
+        return both if return_lse else both[0]
     call = attention.check(
         q, k, v,
         causal=causal, window=window, softcap=softcap, scale=scale,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, deterministic=deterministic,
-        needs_grad=torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in (q, k, v)),
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, deterministic=deterministic, needs_grad=needs_grad,
     )  # fmt: skip
     impl = REGISTRY.choose(attention.OP, call, call.device.type, backend).load()
     o, lse = FlashAttention.apply(call, impl, q, k, v) if call.needs_grad else impl.forward(call)

@@ -2,8 +2,8 @@
 
 Eager calls do not pass through here (a Python operator costs tens of microseconds a call); ``api`` takes this way only
 while Dynamo traces, so that no graph break occurs. ``chunk_kda`` is an operator forward, one backward, and the formula
-that ties them; a request for a backend is read when the function is traced, and holds for both. The two halves of its
-backward (K2, K1) are plain functions here.
+that ties them; a request for a backend is read when the function is traced, and holds for both; so is
+``flash_attention``. The two halves of ``chunk_kda``'s backward (K2, K1) are plain functions here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mindspeed_kda.autograd import run_backward
 from mindspeed_kda.contracts import chunk_kda as kda
+from mindspeed_kda.contracts import flash_attention as attention
 from mindspeed_kda.contracts import wy_dqkg as wy
 from mindspeed_kda.registry import REGISTRY
 
@@ -166,3 +167,75 @@ def chunk_kda_bwd_inputs(
 
 
 chunk_kda_fwd.register_autograd(_backward, setup_context=_setup_context)
+
+
+_ATTENTION = (
+    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool causal, int? left, int? right, "
+    "float softcap, float? scale, bool deterministic, bool needs_grad, str? backend"
+)
+
+
+def _attention_call(args: Sequence[Any]) -> attention.FlashAttentionCall:
+    """The checked call, from the tensors and options of either operator."""
+    q, k, v, cu_q, cu_k, causal, left, right, softcap, scale, deterministic, needs_grad, _backend = args
+    return attention.check(
+        q, k, v, causal=causal, window=(left, right), softcap=softcap, scale=scale, cu_seqlens_q=cu_q,
+        cu_seqlens_k=cu_k, deterministic=deterministic, needs_grad=needs_grad,
+    )  # fmt: skip
+
+
+def _attention(args: Sequence[Any]) -> tuple[attention.FlashAttentionCall, attention.FlashAttentionImpl]:
+    """The checked call and its backend."""
+    call = _attention_call(args)
+    return call, REGISTRY.choose(attention.OP, call, call.device.type, args[-1]).load()
+
+
+@torch.library.custom_op(
+    "mindspeed_kda::flash_attention_fwd", mutates_args=(), schema=f"({_ATTENTION}) -> (Tensor, Tensor)"
+)
+def flash_attention_fwd(*args: Any) -> tuple[Tensor, Tensor]:
+    """o and lse."""
+    call, impl = _attention(args)
+    return impl.forward(call)
+
+
+@flash_attention_fwd.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    call = _attention_call(args)
+    o, lse = attention.output_shapes(call)
+    return call.q.new_empty(o), call.q.new_empty(lse, dtype=wy.wide(call.dtype))
+
+
+@torch.library.custom_op(
+    "mindspeed_kda::flash_attention_bwd",
+    mutates_args=(),
+    schema=f"(Tensor do, Tensor o, Tensor lse, {_ATTENTION}) -> (Tensor, Tensor, Tensor)",
+)
+def flash_attention_bwd(do: Tensor, o: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call, impl = _attention(args)
+    dq, dk, dv = impl.backward(call, o, lse, do)
+    return dq, dk, dv
+
+
+@flash_attention_bwd.register_fake
+def _(do: Tensor, o: Tensor, lse: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (x.new_empty(x.shape) for x in args[:3])
+    return q, k, v
+
+
+def _attention_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *inputs[:5])
+    ctx.options = inputs[5:]
+
+
+def _attention_backward(ctx: Any, do: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    o, lse, *tensors = ctx.saved_tensors
+    none = (None,) * (2 + len(ctx.options))
+    if do is None:
+        return (None, None, None, *none)
+    return (*flash_attention_bwd(do, o, lse, *tensors, *ctx.options), *none)
+
+
+flash_attention_fwd.register_autograd(_attention_backward, setup_context=_attention_context)

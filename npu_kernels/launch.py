@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from mindspeed_kda.npu_kernels.tiling import Tile
+from mindspeed_kda.npu_kernels.tiling import AttentionTile, Tile
 
 PROGRAMS_PER_SM = 4
 """Programs per multiprocessor on NVIDIA, where several hide each other's memory latency."""
@@ -44,7 +44,7 @@ def cores(kind: str, index: int) -> Cores:
     raise RuntimeError(f"device: expected npu, cuda or cpu, got {kind}")
 
 
-def options(kind: str, tile: Tile) -> dict[str, Any]:
+def options(kind: str, tile: Tile | AttentionTile) -> dict[str, Any]:
     """Compile options of a launch. Warps and stages mean nothing on an NPU, whose defaults are the right ones."""
     if kind == "cuda":
         return {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -88,11 +88,14 @@ def launch(
     tasks: int,
     args: Mapping[str, Any],
     constants: Mapping[str, Any],
-    tile: Tile,
+    tile: Tile | AttentionTile,
     *,
     cube: bool = True,
+    persistent: bool = True,
 ) -> Launched | None:
     """Runs ``kernel`` over ``tasks`` tasks; ``cube`` says whether it holds a matrix product.
+
+    Not ``persistent``: a program per task on NVIDIA, which hands them out as others end. For tasks of unequal length.
 
     On NVIDIA a kernel's second launch with arguments of the same kinds goes to the compiled kernel at once: binding the
     arguments anew takes Triton longer than most of these kernels run. The answer there is the launch for ``repeat``.
@@ -101,6 +104,8 @@ def launch(
         return None
     available = cores(device.type, device.index or 0)
     grid = min(tasks, available.cube if cube else available.vector)
+    if not persistent and device.type == "cuda":
+        grid = tasks
     if not repeats(device):
         kernel[(grid,)](**args, **constants, **options(device.type, tile))
         return None

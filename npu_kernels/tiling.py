@@ -112,3 +112,91 @@ def tile(target: str, bits: int, K: int, V: int, BT: int, stage: str) -> Tile:
     raise ValueError(
         f"tile: expected a row of the table for target {target!r}, {bits} bits, K={K}, V={V}, stage {stage!r}, got none"
     )
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """Query rows and keys of a block of ``flash_attention``; the rest as in ``Tile``."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """As ``Row``: which calls it serves, the sizes, and why these. max_head: largest max(D, DV) served, None for any;
+    stages: empty for all; masked: calls with a window or causal (True), without (False), or both (None)."""
+
+    target: str
+    bits: int | None
+    max_head: int | None
+    stages: tuple[str, ...]
+    masked: bool | None
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+    reason: str
+
+    def serves(self, target: str, bits: int, head: int, stage: str, masked: bool) -> bool:
+        return (
+            self.target == target
+            and self.bits in (None, bits)
+            and (self.max_head is None or head <= self.max_head)
+            and (not self.stages or stage in self.stages)
+            and self.masked in (None, masked)
+        )
+
+
+FWD, DKDV, DQ = "attention", "attention_dkdv", "attention_dq"
+# Times on an H200, bf16, B2 H16 T8192, by benchmarks/attention_tiles.py, as causal / without a mask in ms.
+ATTENTION = (
+    AttentionRow("cuda", 16, 64, (FWD,), True, 64, 64, 4, 3, "0.80 / 1.62"),
+    AttentionRow("cuda", 16, 64, (FWD,), False, 128, 64, 8, 3, "0.99 / 1.34"),
+    AttentionRow("cuda", 16, 64, (DKDV,), None, 128, 64, 4, 2, "1.29 / 2.73; 64 x 64 4 warps 3 stages: 1.76 / 3.08"),
+    AttentionRow("cuda", 16, 64, (DQ,), True, 64, 64, 4, 3, "0.82 / 1.54"),
+    AttentionRow("cuda", 16, 64, (DQ,), False, 128, 64, 8, 3, "1.07 / 1.43"),
+    AttentionRow("cuda", 16, 128, (FWD,), None, 128, 64, 8, 3, "1.51 / 2.42; 128 x 128, 2 stages: 1.48 / 2.45"),
+    AttentionRow("cuda", 16, 128, (DKDV,), None, 64, 128, 8, 3, "2.64 / 4.90; 2 stages: 4.85 / 6.10 (spills)"),
+    AttentionRow("cuda", 16, 128, (f"{DKDV}_atomic",), None, 64, 128, 8, 3, "with dq: 4.35 / 8.63"),
+    AttentionRow("cuda", 16, 128, (DQ,), None, 128, 64, 8, 3, "1.77 / 2.58; 128 x 128, 2 stages: 1.71 / 2.88"),
+    AttentionRow("cuda", 16, None, (FWD,), None, 128, 64, 8, 2, "D 256: 2.83 / 4.46; 1 stage: 3.05 / 6.19"),
+    AttentionRow("cuda", 16, None, (DKDV,), None, 64, 32, 4, 1, "D 256: 10.6 / 21.2; 32 x 64, 8 warps: 9.4 / 29.3"),
+    AttentionRow("cuda", 16, None, (DQ,), None, 128, 32, 8, 2, "D 256: 4.79 / 7.70; 64 x 64: 7.89 / 12.3"),
+    AttentionRow(
+        "cuda", 32, 128, (), None, 32, 32, 8, 1, "not measured; with 4 warps dk and dv spill 1.8 KiB a thread"
+    ),
+    AttentionRow("cuda", None, None, (), None, 16, 16, 4, 1, "not measured; heads over 128 in fp32"),
+    AttentionRow("npu", 16, 128, (), None, 64, 64, 4, 2, "up to 220 of 248 KiB of UB, all 512 of L1 for dK and dV"),
+    AttentionRow("npu", 16, None, (), None, 32, 32, 4, 2, "472 KiB of L1 for dK and dV at D = DV = 256"),
+    AttentionRow("npu", 32, 128, (), None, 32, 32, 4, 2, "496 KiB of L1; at 64 x 64 dK and dV lose multi-buffering"),
+    AttentionRow("npu", 32, None, (), None, 16, 16, 4, 2, "460 KiB of L1; at 32 x 32 dK and dV lose multi-buffering"),
+    AttentionRow("cpu", None, 128, (), None, 32, 64, 4, 2, "the interpreter: sides that differ"),
+    AttentionRow("cpu", None, None, (), None, 32, 32, 4, 2, "the interpreter"),
+)
+
+
+PREPROCESS = AttentionTile(64, 64, 4, 1)
+"""Of the row sums on every target: no product, 64 rows of 256 at most."""
+
+
+@functools.cache
+def attention_tile(target: str, bits: int, D: int, DV: int, stage: str, masked: bool) -> AttentionTile:
+    """Tile of a stage of ``flash_attention``: the first row that serves it. ValueError: none does."""
+    if stage == "attention_preprocess":
+        return PREPROCESS
+    for row in ATTENTION:
+        if row.serves(target, bits, max(D, DV), stage, masked):
+            return AttentionTile(row.BM, row.BN, row.num_warps, row.num_stages)
+    raise ValueError(
+        f"tile: expected a row of ATTENTION for target {target!r}, {bits} bits, D={D}, DV={DV}, stage {stage!r}, "
+        "got none"
+    )
+
+
+def attention_adds_dq(target: str, bits: int, D: int, DV: int, left: bool, right: bool) -> bool:
+    """Whether atomics into dq are faster than a pass of its own: 4.35 ms and 4.41 (H200, as above) for causal heads of
+    128, and nowhere else: 8.63 and 7.48 without a mask, 2.43 and 2.12 for heads of 64."""
+    return target == "cuda" and bits == 16 and 64 < max(D, DV) <= 128 and right and not left

@@ -57,12 +57,6 @@ def _load_fused_recurrent_kda() -> Any:
     return run
 
 
-def supports_flash_attention(call: FlashAttentionCall) -> str | None:
-    if call.device.type == "npu":
-        return "tensors: expected device cuda or cpu, since the compile gate has not passed these kernels, got npu"
-    return supports(call)
-
-
 def _load_flash_attention() -> Any:
     from mindspeed_kda.npu_kernels.flash_attention import plan
 
@@ -75,9 +69,6 @@ def register(registry: Registry) -> None:
         (wy_dqkg.OP, _load_wy_dqkg),
         (chunk_kda.OP, _load_chunk_kda),
         (fused_recurrent_kda.OP, _load_fused_recurrent_kda),
+        (flash_attention.OP, _load_flash_attention),
     ):
         registry.register(Backend(op, NAME, supports, load, available=available, priority=priority))
-    # by name only: no rate of these kernels stands beside the others' yet
-    registry.register(
-        Backend(flash_attention.OP, NAME, supports_flash_attention, _load_flash_attention, available=available)
-    )

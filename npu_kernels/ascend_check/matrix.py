@@ -16,7 +16,8 @@ from mindspeed_kda.npu_kernels.ascend_check.targets import Target
 from mindspeed_kda.npu_kernels.ascend_check.worker import Task, run_all
 
 PROVIDERS = tuple(
-    f"mindspeed_kda.npu_kernels.{op}.gate:specs" for op in ("wy_dqkg", "chunk_kda", "fused_recurrent_kda")
+    f"mindspeed_kda.npu_kernels.{op}.gate:specs"
+    for op in ("wy_dqkg", "chunk_kda", "fused_recurrent_kda", "flash_attention")
 )
 """``module:function`` of every provider; a new op adds its own here."""
 

@@ -1,7 +1,7 @@
-"""Jit helpers of the attention kernels: sequences, spans of blocks, scores.
+"""Jit helpers of the attention kernels: sequences, spans of blocks, loads, scores, masks.
 
 A span is four block-aligned bounds begin <= a <= c <= end of a loop: [begin, a) and [c, end) hold blocks that the mask
-cuts, [a, c) blocks that it does not; what lies outside is never visited.
+cuts, [a, c) blocks that it does not; what lies outside is never visited. [begin, a) is empty unless HAS_BEFORE.
 
 Grid, tile and bytes are those of the kernel that calls. Must hold: a sequence's own sizes fit 32 bits.
 """
@@ -9,8 +9,12 @@ Grid, tile and bytes are those of the kernel that calls. Must hold: a sequence's
 import triton
 import triton.language as tl
 
+from mindspeed_kda.npu_kernels.common import load_tile
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+SMALL = tl.constexpr(0.55)
+"""Up to here tanh is a polynomial: 1 - 2 / (e^2x + 1) is right to 6e-8 of 1, not of x."""
 
 
 @triton.jit
@@ -27,6 +31,16 @@ def decode_pair(i_n, cu_q, cu_k, TQ, TK, PACKED: tl.constexpr):
         n_q = TQ
         n_k = TK
     return begin_q, n_q, begin_k, n_k
+
+
+@triton.jit
+def row_offset(i_n, i_h, begin_q, row, TQ, H: tl.constexpr, PACKED: tl.constexpr):
+    """Where row ``row`` of a sequence stands in [B, H, TQ], int64. Packed calls have one batch."""
+    if PACKED:
+        at = tl.cast(i_h, tl.int64) * TQ + begin_q + row
+    else:
+        at = (tl.cast(i_n, tl.int64) * H + i_h) * TQ + row
+    return at
 
 
 @triton.jit
@@ -52,26 +66,78 @@ def span(first, n_block, shift, n, before, after, HAS_BEFORE: tl.constexpr, HAS_
 
 
 @triton.jit
-def scores(b_q, b_k, scale, softcap, CAP: tl.constexpr):
-    """Scaled and capped scores in base 2, and the capped score over its cap (0 without one): [rows, keys]."""
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
-    b_t = b_s
-    if CAP:
-        b_t = 1.0 - 2.0 / (tl.exp2(b_s / softcap * (2.0 * LOG2E)) + 1.0)
-        b_s = b_t * softcap
-    return b_s * LOG2E, b_t
+def load_block(p, stride: tl.constexpr, n_rows, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+               WHOLE: tl.constexpr):  # fmt: skip
+    """[ROWS, COLS] tile of rows of N elements; WHOLE says that all ROWS are there, and spares their mask."""
+    if WHOLE:
+        o_r = tl.arange(0, ROWS)
+        o_c = tl.arange(0, COLS)
+        if N == COLS:
+            b_x = tl.load(p + o_r[:, None] * stride + o_c[None, :])
+        else:
+            b_x = tl.load(p + o_r[:, None] * stride + o_c[None, :], mask=(o_c < N)[None, :], other=0.0)
+    else:
+        b_x = load_tile(p, stride, n_rows, N, ROWS, COLS)
+    return b_x
 
 
 @triton.jit
-def sees(row, key, n_q, n_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-         BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """[BM, BN] mask of a block with its first query at row and its first key at key."""
-    o_m = row + tl.arange(0, BM)
-    o_n = key + tl.arange(0, BN)
-    m_s = (o_m < n_q)[:, None] & (o_n < n_k)[None, :]
-    o_d = o_n[None, :] - (o_m + (n_k - n_q))[:, None]
+def load_line(p, n, SIZE: tl.constexpr, WHOLE: tl.constexpr):
+    """[SIZE] contiguous elements, those from n on read as 0; WHOLE as in load_block."""
+    o = tl.arange(0, SIZE)
+    if WHOLE:
+        b_x = tl.load(p + o)
+    else:
+        b_x = tl.load(p + o, mask=o < n, other=0.0)
+    return b_x
+
+
+@triton.jit
+def _tanh(b_x, EXACT: tl.constexpr):
+    """tanh to 1.2e-7 of its value with EXACT, to 6e-8 of 1 without. exp2 may overflow to inf, which gives 1."""
+    b_t = 1.0 - 2.0 / (tl.exp2(b_x * (2.0 * LOG2E)) + 1.0)
+    if EXACT:
+        b_z = b_x * b_x
+        # (tanh(x) / x - 1) / x^2 for x^2 up to SMALL^2, a Chebyshev fit: 6e-8 with float32's rounding
+        b_y = -0.0066157465 * b_z + 0.021312738
+        b_y = b_y * b_z - 0.053910065
+        b_y = b_y * b_z + 0.13333118
+        b_y = b_y * b_z - 0.33333332
+        b_t = tl.where(b_z < SMALL * SMALL, b_x + b_x * b_z * b_y, b_t)
+    return b_t
+
+
+@triton.jit
+def scores(b_s, factor, cap, inner, CAP: tl.constexpr, EXACT: tl.constexpr):
+    """Scaled and capped scores from the products q . k, natural with EXACT and in base 2 without, and the capped score
+    over its cap (its derivative is 1 - t^2; without a cap it means nothing).
+
+    factor, cap: scale and cap of the scores in that base; inner: scale over cap. All from the host, since Ascend
+    computes a lone fp32 scalar element by element."""
+    if CAP:
+        b_t = _tanh(b_s * inner, EXACT)
+        b_x = b_t * cap
+    else:
+        b_t = b_s
+        b_x = b_s * factor
+    return b_x, b_t
+
+
+@triton.jit
+def power(b_x, EXACT: tl.constexpr):
+    """exp of a difference of scores. In fp32 that difference is taken before its change of base, which then costs a
+    share of the difference and not of the scores; in 16 bits nobody sees it, and the change is part of a factor."""
+    if EXACT:
+        b_x = b_x * LOG2E
+    return tl.exp2(b_x)
+
+
+@triton.jit
+def sees(o_m, o_n, n_q, n_k, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+    """Mask of queries o_m and keys o_n, which come as a column and a row, either way round."""
+    m_s = (o_m < n_q) & (o_n < n_k)
     if HAS_LEFT:
-        m_s = m_s & (o_d >= -left)
+        m_s = m_s & (o_n - o_m >= n_k - n_q - left)
     if HAS_RIGHT:
-        m_s = m_s & (o_d <= right)
+        m_s = m_s & (o_n - o_m <= n_k - n_q + right)
     return m_s

@@ -5,35 +5,56 @@ Formula, per query head and block of rows, over the key blocks that the mask lea
     S = scale Q K^T (capped);  m' = max(m, rowmax S);  P = 2^(S - m');  l = l 2^(m - m') + rowsum P
     O = O 2^(m - m') + P V;  at the end O / l and lse = (m + log2 l) ln 2
 
-Grid: persistent, 1-D. Task (sequence, block of rows, query head): a program owns its rows of o and lse.
-Tile: BM x BD of q, BN x BD of k, BN x BDV of v.
+In fp32 S stays natural until it is a difference (blocks.power).
+
+Grid: 1-D; a program per task on a GPU, persistent elsewhere. Task (sequence, query head, block of rows): a program owns
+its rows of o and lse.
+Tile: BM x BD of q, BN x BD of k, BN x BDV of v (tiling.ATTENTION).
 Bytes per task: q [BM, D] once; k, v [keys seen, D + DV]; o [BM, DV], lse [BM] fp32.
-Must hold: every tensor contiguous; rows that belong to no sequence are filled beforehand.
+Must hold: every tensor contiguous; rows that belong to no sequence are filled beforehand; RELOAD on Ascend, where a
+product may overwrite its left operand: q is then read in every round.
 """
 
 import triton
 import triton.language as tl
 
 from mindspeed_kda.npu_kernels.common import load_tile, store_row, store_tile
-from mindspeed_kda.npu_kernels.flash_attention.blocks import LN2, decode_pair, scores, sees, span
+from mindspeed_kda.npu_kernels.flash_attention.blocks import (
+    LN2,
+    decode_pair,
+    load_block,
+    power,
+    row_offset,
+    scores,
+    sees,
+    span,
+)
 
 
 @triton.jit
-def _step(b_o, b_l, b_m, b_q, p_k, p_v, row, key, n_q, n_k, left, right, scale, softcap,
-          HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-          CAP: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
-          BDV: tl.constexpr):  # fmt: skip
+def _step(b_o, b_l, b_m, b_q, p_q, p_k, p_v, row, key, n_q, n_k, left, right, factor, cap, inner,
+          H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr,
+          HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, RELOAD: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr,
+          BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr):  # fmt: skip
+    EXACT: tl.constexpr = p_q.dtype.element_ty == tl.float32
     at = tl.cast(key, tl.int64) * HK
-    b_k = load_tile(p_k + at * D, HK * D, n_k - key, D, BN, BD)  # [BN, BD]
-    b_v = load_tile(p_v + at * DV, HK * DV, n_k - key, DV, BN, BDV)  # [BN, BDV]
-    b_s, _b_t = scores(b_q, b_k, scale, softcap, CAP)
+    if RELOAD:
+        b_q = load_tile(p_q, H * D, n_q - row, D, BM, BD)  # [BM, BD]
+    b_k = load_block(p_k + at * D, HK * D, n_k - key, D, BN, BD, not MASKED)  # [BN, BD]
+    b_v = load_block(p_v + at * DV, HK * DV, n_k - key, DV, BN, BDV, not MASKED)  # [BN, BDV]
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    b_x, _b_t = scores(b_s, factor, cap, inner, CAP, EXACT)
     if MASKED:
-        m_s = sees(row, key, n_q, n_k, left, right, HAS_LEFT, HAS_RIGHT, BM, BN)
-        b_s = tl.where(m_s, b_s, float("-inf"))
-    b_new = tl.maximum(b_m, tl.max(b_s, 1))
-    b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_p = tl.exp2(b_s - b_safe[:, None])
-    b_a = tl.exp2(b_m - b_safe)
+        o_m = (row + tl.arange(0, BM))[:, None]
+        o_n = (key + tl.arange(0, BN))[None, :]
+        b_x = tl.where(sees(o_m, o_n, n_q, n_k, left, right, HAS_LEFT, HAS_RIGHT), b_x, float("-inf"))
+    b_new = tl.maximum(b_m, tl.max(b_x, 1))
+    if MASKED:
+        b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
+    else:
+        b_safe = b_new
+    b_p = power(b_x - b_safe[:, None], EXACT)
+    b_a = power(b_m - b_safe, EXACT)
     b_l = b_l * b_a + tl.sum(b_p, 1)
     b_o = b_o * b_a[:, None] + tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
     return b_o, b_l, b_new
@@ -41,44 +62,49 @@ def _step(b_o, b_l, b_m, b_q, p_k, p_v, row, key, n_q, n_k, left, right, scale, 
 
 @triton.jit(do_not_specialize=["TQ", "TK", "MB", "n_tasks", "left", "right"])
 def flash_attention_fwd_kernel(
-    q, k, v, o, lse, cu_q, cu_k, TQ, TK, MB, n_tasks, left, right, scale, softcap,
+    q, k, v, o, lse, cu_q, cu_k, TQ, TK, MB, n_tasks, left, right, factor, cap, inner,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, PACKED: tl.constexpr, RELOAD: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     for i_task in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
-        i_b = i_task // H
-        i_h = i_task - i_b * H
-        i_n = i_b // MB
-        row = (i_b - i_n * MB) * BM
+        i_nh = i_task // MB
+        i_n = i_nh // H
+        i_h = i_nh - i_n * H
+        # the last rows first: with causal they see the most keys
+        row = (MB - 1 - (i_task - i_nh * MB)) * BM
         begin_q, n_q, begin_k, n_k = decode_pair(i_n, cu_q, cu_k, TQ, TK, PACKED)
         if row < n_q:
-            i_hk = i_h // (H // HK)
-            at_q = (begin_q + row) * H + i_h
-            p_k = k + (tl.cast(begin_k, tl.int64) * HK + i_hk) * D
-            p_v = v + (tl.cast(begin_k, tl.int64) * HK + i_hk) * DV
-            b_q = load_tile(q + at_q * D, H * D, n_q - row, D, BM, BD)  # [BM, BD]
+            at_q = tl.cast(begin_q + row, tl.int64) * H + i_h
+            at_k = tl.cast(begin_k, tl.int64) * HK + i_h // (H // HK)
+            p_q = q + at_q * D
+            p_k = k + at_k * D
+            p_v = v + at_k * DV
+            b_q = load_tile(p_q, H * D, n_q - row, D, BM, BD)  # [BM, BD]
             b_o = tl.zeros([BM, BDV], dtype=tl.float32)
             b_l = tl.zeros([BM], dtype=tl.float32)
             b_m = tl.full([BM], float("-inf"), dtype=tl.float32)
             begin, a, c, end = span(
                 row, tl.minimum(n_q - row, BM), n_k - n_q, n_k, left, right, HAS_LEFT, HAS_RIGHT, BN
             )
-            for key in range(begin, a, BN):
-                b_o, b_l, b_m = _step(b_o, b_l, b_m, b_q, p_k, p_v, row, key, n_q, n_k, left, right, scale, softcap,
-                                      HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, True, BM, BN, BD, BDV)  # fmt: skip
+            if HAS_LEFT:
+                for key in range(begin, a, BN):
+                    b_o, b_l, b_m = _step(b_o, b_l, b_m, b_q, p_q, p_k, p_v, row, key, n_q, n_k, left, right, factor,
+                                          cap, inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, True,
+                                          BM, BN, BD, BDV)  # fmt: skip
             for key in range(a, c, BN):
-                b_o, b_l, b_m = _step(b_o, b_l, b_m, b_q, p_k, p_v, row, key, n_q, n_k, left, right, scale, softcap,
-                                      HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, False, BM, BN, BD, BDV)  # fmt: skip
+                b_o, b_l, b_m = _step(b_o, b_l, b_m, b_q, p_q, p_k, p_v, row, key, n_q, n_k, left, right, factor, cap,
+                                      inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, False,
+                                      BM, BN, BD, BDV)  # fmt: skip
             for key in range(c, end, BN):
-                b_o, b_l, b_m = _step(b_o, b_l, b_m, b_q, p_k, p_v, row, key, n_q, n_k, left, right, scale, softcap,
-                                      HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, True, BM, BN, BD, BDV)  # fmt: skip
+                b_o, b_l, b_m = _step(b_o, b_l, b_m, b_q, p_q, p_k, p_v, row, key, n_q, n_k, left, right, factor, cap,
+                                      inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, True,
+                                      BM, BN, BD, BDV)  # fmt: skip
             b_d = tl.where(b_l == 0.0, 1.0, b_l)
-            b_lse = tl.where(b_l == 0.0, float("-inf"), (b_m + tl.log2(b_d)) * LN2)
-            store_tile(o + at_q * DV, b_o / b_d[:, None], H * DV, n_q - row, DV, BM, BDV)
-            # lse is [B, H, TQ]; packed calls have one batch
-            if PACKED:
-                at_l = tl.cast(i_h, tl.int64) * TQ + begin_q + row
+            if q.dtype.element_ty == tl.float32:
+                b_lse = b_m + tl.log2(b_d) * LN2
             else:
-                at_l = (tl.cast(i_n, tl.int64) * H + i_h) * TQ + row
-            store_row(lse + at_l, b_lse, n_q - row, BM)
+                b_lse = (b_m + tl.log2(b_d)) * LN2
+            b_lse = tl.where(b_l == 0.0, float("-inf"), b_lse)
+            store_tile(o + at_q * DV, b_o / b_d[:, None], H * DV, n_q - row, DV, BM, BDV)
+            store_row(lse + row_offset(i_n, i_h, begin_q, row, TQ, H, PACKED), b_lse, n_q - row, BM)

@@ -2,77 +2,91 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mindspeed_kda.chunks import cdiv
 from mindspeed_kda.contracts.flash_attention import FlashAttentionCall, FlashAttentionGrads, output_shapes
-from mindspeed_kda.npu_kernels.flash_attention import backward as bwd
-from mindspeed_kda.npu_kernels.flash_attention.forward import flash_attention_fwd_kernel
-from mindspeed_kda.npu_kernels.launch import cores, on_device
+from mindspeed_kda.npu_kernels import tiling
+from mindspeed_kda.npu_kernels.flash_attention.specs import ATOMIC, STAGES, Sizes, constants
+from mindspeed_kda.npu_kernels.launch import launch, on_device
+from mindspeed_kda.npu_kernels.wy_dqkg.plan import TRITON_DTYPE
+from mindspeed_kda.npu_kernels.wy_dqkg.specs import BITS
 
 
-class Tile(NamedTuple):
-    """Rows, keys, and the head sizes rounded up to what a product takes."""
-
-    BM: int
-    BN: int
-    BD: int
-    BDV: int
-
-
-def tile(call: FlashAttentionCall) -> Tile:
-    """Smaller the wider the rows, so that a pair of blocks with its accumulators stays on chip."""
-    BD, BDV = (max(16, 1 << (n - 1).bit_length()) for n in (call.D, call.DV))
-    side = 64 if max(BD, BDV) <= 128 else 32
-    if call.dtype == torch.float32:
-        side //= 2
-    return Tile(side, side, BD, BDV)
+def sizes_of(call: FlashAttentionCall) -> Sizes:
+    c = call
+    return Sizes(
+        target=c.device.type,
+        main=TRITON_DTYPE[c.dtype],
+        index=None if c.cu_seqlens_q is None else TRITON_DTYPE[c.cu_seqlens_q.dtype],
+        H=c.H,
+        HK=c.HK,
+        D=c.D,
+        DV=c.DV,
+        left=c.left is not None,
+        right=c.right is not None,
+        cap=c.softcap != 0,
+    )
 
 
-def _sequences(call: FlashAttentionCall) -> int:
-    return call.B if call.cu_seqlens_q is None else call.cu_seqlens_q.shape[0] - 1
+def adds_dq(call: FlashAttentionCall) -> bool:
+    """Whether dq is added into by atomics: only where the call allows it and the tile table says that it is faster."""
+    c, z = call, sizes_of(call)
+    return not c.deterministic and tiling.attention_adds_dq(z.target, BITS[z.main], c.D, c.DV, z.left, z.right)
 
 
-def _launch(call: FlashAttentionCall, kernel: Any, tasks: int, names: dict[str, Any], **values: Any) -> None:
-    if tasks == 0:
-        return
-    grid = min(tasks, cores(call.device.type, call.device.index or 0).cube)
-    t = tile(call)
-    shared = {
-        "cu_q": call.cu_seqlens_q, "cu_k": call.cu_seqlens_k, "TQ": call.TQ, "TK": call.TK, "n_tasks": tasks,
-        "left": call.left or 0, "right": call.right or 0, "scale": call.scale, "softcap": call.softcap,
-        "H": call.H, "HK": call.HK, "D": call.D, "DV": call.DV, "HAS_LEFT": call.left is not None,
-        "HAS_RIGHT": call.right is not None, "CAP": call.softcap != 0, "PACKED": call.packed, **t._asdict(),
+def _launch(call: FlashAttentionCall, name: str, tensors: dict[str, Any], atomic: bool = False) -> None:
+    c, stage, sizes = call, STAGES[name], sizes_of(call)
+    tile, fixed = sizes.tile(ATOMIC if atomic else name), constants(sizes, name, atomic)
+    keys = name == "attention_dkdv"
+    blocks = cdiv(c.TK, tile.BN) if keys else cdiv(c.TQ, tile.BM)
+    sequences = c.B if c.cu_seqlens_q is None else c.cu_seqlens_q.shape[0] - 1
+    tasks = sequences * blocks * (c.HK if keys else c.H)
+    far = c.TQ + c.TK  # no window reaches further, and 32 bits hold it
+    base = 1.0 if c.dtype == torch.float32 else math.log2(math.e)  # blocks.power
+    values = {
+        "cu_q": c.cu_seqlens_q, "cu_k": c.cu_seqlens_k, "TQ": c.TQ, "TK": c.TK, "MB": blocks, "NB": blocks,
+        "n_tasks": tasks, "left": min(c.left or 0, far), "right": min(c.right or 0, far), "scale": c.scale,
+        "factor": c.scale * base, "cap": c.softcap * base, "inner": c.scale / (c.softcap or 1.0), "dq": None,
+        **tensors,
     }  # fmt: skip
-    arguments = {**shared, **names, **values}
-    options = {"num_warps": 4, "num_stages": 2} if call.device.type == "cuda" else {}
-    with on_device(call.device):
-        kernel[(grid,)](**{n: arguments[n] for n in kernel.arg_names}, **options)
+    args = {n: values[n] for n in stage.arguments if n not in fixed}
+    launch(stage.kernel, c.device, tasks, args, stage.pick(fixed), tile, cube=stage.cube, persistent=False)
 
 
 def forward(call: FlashAttentionCall) -> tuple[Tensor, Tensor]:
     """o and lse."""
-    o_shape, lse_shape = output_shapes(call)
-    o = call.q.new_zeros(o_shape)
-    lse = call.q.new_full(lse_shape, -torch.inf, dtype=torch.float32)
-    q, k, v = (x.contiguous() for x in (call.q, call.k, call.v))
-    MB = -(-call.TQ // tile(call).BM)
-    tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
-    _launch(call, flash_attention_fwd_kernel, _sequences(call) * MB * call.H, tensors, MB=MB)
+    c = call
+    o_shape, lse_shape = output_shapes(c)
+    with torch.no_grad(), on_device(c.device):
+        # rows of no sequence are filled here, and only a packed call can have some
+        o = c.q.new_empty(o_shape) if c.cu_seqlens_q is None else c.q.new_zeros(o_shape)
+        lse = c.q.new_full(lse_shape, -torch.inf, dtype=torch.float32)
+        _launch(
+            c, "attention", {"q": c.q.contiguous(), "k": c.k.contiguous(), "v": c.v.contiguous(), "o": o, "lse": lse}
+        )
     return o, lse
 
 
 def backward(call: FlashAttentionCall, o: Tensor, lse: Tensor, do: Tensor) -> FlashAttentionGrads:
-    """Three launches: rowsum(dO * O), then dK and dV, then dQ. Repeats bit for bit, asked for or not."""
-    q, k, v, o, lse, do = (x.contiguous() for x in (call.q, call.k, call.v, o, lse, do))
-    r = torch.empty_like(lse)
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    t, n = tile(call), _sequences(call)
-    MB, NB = -(-call.TQ // t.BM), -(-call.TK // t.BN)
-    tensors = {"q": q, "k": k, "v": v, "o": o, "do": do, "lse": lse, "r": r, "dq": dq, "dk": dk, "dv": dv}
-    _launch(call, bwd.flash_attention_bwd_kernel_preprocess, n * MB * call.H, tensors, MB=MB)
-    _launch(call, bwd.flash_attention_bwd_kernel_dkdv, n * NB * call.HK, tensors, NB=NB)
-    _launch(call, bwd.flash_attention_bwd_kernel_dq, n * MB * call.H, tensors, MB=MB)
+    """rowsum(dO * O), then dK and dV, then dQ, unless the launch before has added it up."""
+    c, atomic = call, adds_dq(call)
+    make = torch.empty_like if c.cu_seqlens_q is None else torch.zeros_like
+    with torch.no_grad(), on_device(c.device):
+        q, k, v, do = (x.contiguous() for x in (c.q, c.k, c.v, do))
+        dq, dk, dv = (make(x) for x in (q, k, v))
+        r = torch.empty(lse.shape, dtype=torch.float32, device=c.device)
+        t = {"q": q, "k": k, "v": v, "o": o.contiguous(), "do": do, "lse": lse.contiguous(), "r": r}
+        _launch(c, "attention_preprocess", t)
+        if atomic:
+            total = torch.zeros(q.shape, dtype=torch.float32, device=c.device)
+            _launch(c, "attention_dkdv", {**t, "dq": total, "dk": dk, "dv": dv}, atomic=True)
+            torch.mul(total, c.scale, out=dq)
+        else:
+            _launch(c, "attention_dkdv", {**t, "dk": dk, "dv": dv})
+            _launch(c, "attention_dq", {**t, "dq": dq})
     return FlashAttentionGrads(dq, dk, dv)

@@ -1,4 +1,4 @@
-"""What test_flash_attention.py runs inside the interpreter's process."""
+"""What test_attention_numerics.py runs inside the interpreter's process."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 import torch
 
 from mindspeed_kda import flash_attention
+from mindspeed_kda.testing.attention import Results, results
 
 
-def run(x: tuple[torch.Tensor, ...], **options: Any) -> tuple[torch.Tensor, ...]:
+def run(x: tuple[torch.Tensor, ...], **options: Any) -> Results:
     """o, lse, dq, dk, dv of the Triton kernels."""
-    q, k, v, do = x
-    q, k, v = (t.detach().clone().requires_grad_() for t in (q, k, v))
-    o, lse = flash_attention(q, k, v, return_lse=True, backend="triton", **options)
-    return o.detach(), lse.detach(), *torch.autograd.grad(o, (q, k, v), do)
+    return results(flash_attention, *x, return_lse=True, backend="triton", **options)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_kda import Backend, chunk_kda, chunk_kda_bwd_wy_dqkg_fused, ops, use_backend
+from mindspeed_kda import Backend, chunk_kda, chunk_kda_bwd_wy_dqkg_fused, flash_attention, ops, use_backend
 from mindspeed_kda.contracts import chunk_kda as contract
 from mindspeed_kda.reference import chunk_kda as reference
 from mindspeed_kda.registry import REGISTRY
@@ -132,4 +132,51 @@ def test_the_operators_hold_torchs_own_checks(lengths: list[int] | None) -> None
     saved = ops.chunk_kda_fwd(*detached)[2]
     torch.library.opcheck(
         ops.chunk_kda_bwd, (inputs.do, inputs.dht, saved, *detached), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+ATTENTION = {
+    "all": {"causal": True, "window": (9, None), "softcap": 2.0, "scale": 0.3},
+    "packed": {"cu_seqlens_q": torch.tensor([0, 5, 5, 20]), "cu_seqlens_k": torch.tensor([0, 3, 9, 30])},
+}
+
+
+def attention_inputs() -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=g).requires_grad_() for s in ((1, 20, 4, 8), (1, 30, 2, 8), (1, 30, 2, 6))]
+
+
+@COMPILERS
+@pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION)
+def test_attention_compiles_to_one_graph(compiler: str, options: dict[str, Any]) -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        o, lse = flash_attention(q * 1.5, k, v, return_lse=True, **options)
+        return o + 1, lse
+
+    x = attention_inputs()
+    expected, got = model(*x), torch.compile(model, backend=compiler, fullgraph=True)(*x)
+    assert not got[1].requires_grad
+    do = torch.randn(expected[0].shape, generator=torch.Generator().manual_seed(1))
+    for a, b in zip((*got, *torch.autograd.grad(got[0], x, do)), (*expected, *torch.autograd.grad(expected[0], x, do)),
+                    strict=True):  # fmt: skip
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        alone = torch.compile(lambda *x: flash_attention(*x, **options), backend=compiler, fullgraph=True)
+        assert torch.equal(alone(*x), flash_attention(*x, **options))
+
+
+@pytest.mark.parametrize("options", ATTENTION.values(), ids=ATTENTION)
+def test_attentions_operators_hold_torchs_own_checks(options: dict[str, Any]) -> None:
+    left, right = options.get("window", (None, None))
+    args = (
+        *attention_inputs(), options.get("cu_seqlens_q"), options.get("cu_seqlens_k"), options.get("causal", False),
+        left, right, options.get("softcap", 0.0), options.get("scale"), True, True, None,
+    )  # fmt: skip
+    torch.library.opcheck(
+        ops.flash_attention_fwd, args, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
+    detached = [t.detach() if isinstance(t, Tensor) else t for t in args]
+    o, lse = ops.flash_attention_fwd(*detached)
+    torch.library.opcheck(
+        ops.flash_attention_bwd, (torch.ones_like(o), o, lse, *detached), test_utils=("test_schema", "test_faketensor")
     )

@@ -12,8 +12,7 @@ from mindspeed_kda import flash_attention, flash_attention_bwd
 from mindspeed_kda.backends import library_backend
 from mindspeed_kda.contracts import flash_attention as contract
 from mindspeed_kda.reference import flash_attention as reference
-
-EPS = {torch.float64: 2.0**-50, torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+from mindspeed_kda.testing import attention as judge
 
 
 def sees(i, j, tq, tk, causal, window):
@@ -99,16 +98,33 @@ def test_grouped_heads_and_value_size(group, D, DV):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("T", [1, 17, 127, 129])
 def test_no_worse_than_twice_eager(dtype, options, T):
-    """Per tensor, plus one rounding: the error of the same formula in the same dtype is the bar."""
+    """The bar of ``testing.attention``."""
     x = inputs(T, H=4, HK=1, dtype=dtype)
-    want = results(lambda q, k, v: textbook(q, k, v, **options), *(t.double() for t in x))
-    eager = results(lambda q, k, v: textbook(q, k, v, **options), *x)
-    got = results(lambda q, k, v: flash_attention(q, k, v, return_lse=True, backend="torch", **options), *x)
-    assert got[0].dtype == dtype
-    assert got[1].dtype == torch.float32
-    for name, a, b, ref in zip(("o", "lse", "dq", "dk", "dv"), got, eager, want, strict=True):
-        rounding = EPS[dtype] * (rms(ref) if rms(ref) > 1e-6 else 1)  # with one key, dq and dk are 1 - 1
-        assert rms(a.double() - ref) <= 2 * rms(b.double() - ref) + rounding, name
+    got = judge.results(flash_attention, *x, return_lse=True, backend="torch", **options)
+    assert not judge.misses(got, judge.results(judge.eager, *x, **options), judge.truth(*x, **options))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("tq", "tk"), [(1, 1), (17, 17), (17, 30), (30, 17), (3, 0)])
+def test_the_judges_truth_is_the_textbooks(options, tq, tk):
+    x = inputs(tq, tk, HK=1)
+    want = results(lambda q, k, v: textbook(q, k, v, **options), *x)
+    agree(tuple(judge.truth(*x, **options).results.values()), want, 1e-12)
+
+
+def test_the_judge_sees_an_error_of_three_roundings():
+    x = inputs(33, dtype=torch.float32)
+    want = judge.truth(*x)
+    right = {name: t.float() for name, t in want.results.items()}
+    assert not judge.misses(right, right, want)
+    for name in judge.NAMES:
+        u = (want.main[name] + 2 * want.wide[name]) * 2.0**-24
+        [miss] = judge.misses({**right, name: right[name] + 3 * u}, right, want)
+        assert miss.startswith(f"{name}: error")
+        [miss] = judge.misses({**right, name: right[name].half()}, right, want)
+        assert miss.startswith(f"{name}: torch.float16")
+        [miss] = judge.misses({**right, name: right[name] * torch.nan}, right, want)
+        assert miss.startswith(f"{name}: not finite")
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -13,8 +13,6 @@ from mindspeed_kda.registry import REGISTRY, Registry, select
 from mindspeed_kda.testing.inputs import wy_inputs
 
 RANKS = {"npu": ["triton", "torch"], "cuda": ["cuda", "library", "triton", "torch"], "cpu": ["torch"]}
-BY_NAME = {("flash_attention", "triton")}
-"""Registered without a rank: correct, and not measured beside the others."""
 BUILT_IN = {"torch", "triton", "cuda", "library"}
 
 
@@ -32,7 +30,7 @@ def ranked(op, device):
 def test_ranks_by_device_type(op, device):
     """The contract's order, of those backends that serve the op."""
     names = list(REGISTRY.of(op))
-    assert ranked(op, device) == [n for n in RANKS[device] if n in names and (op, n) not in BY_NAME]
+    assert ranked(op, device) == [n for n in RANKS[device] if n in names]
     assert "torch" in names
 
 
