@@ -169,7 +169,7 @@ def _batch(
     return [run_case(op, kind, spec, backend, device, repeats) for op, kind, spec in started]
 
 
-def batches(jobs: Iterable[Job], size: int = 16) -> list[list[Job]]:
+def batches(jobs: Iterable[Job], size: int = 6) -> list[list[Job]]:
     """Cases of one compile family together, small families joined up to ``size`` cases, the dearest batches first."""
     groups: dict[Any, list[Job]] = {}
     for job in jobs:
