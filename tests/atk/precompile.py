@@ -1,6 +1,6 @@
 """Compiles the Triton kernels of the frozen cases for an NVIDIA GPU on a machine that needs none.
 
-A run of all cases needs some 2700 kernels, and compiling them takes a slow host far longer than the cases themselves.
+A run of all cases needs some 2600 kernels, and compiling them takes a slow host far longer than the cases themselves.
 They are compiled here through the package's own plans, with launches that only compile, and put where Triton's cache on
 the machine with the GPU finds them; a kernel whose source has changed since is compiled there as ever. Stock Triton of
 the same version stands on both sides. How to use it::
