@@ -56,14 +56,15 @@ if wanted verify; then
         --device cuda --sample 20 --processes 8 --time-limit $((LIMIT * 2 / 3)) --brief --out "$OUT/gpu_atk.json"
 fi
 if wanted bench; then
-    peer=(--peer none)
+    stage "bench" figures "$PY" "$site" "$OUT" gpu_bench \
+        bench --device cuda --backends "$backends" --peer none --shapes "$shape" --dtype fp16,bf16,fp32
     if "$PY" -c 'import fla' 2>/dev/null; then
-        peer=(--peer fla)
+        # With float32 states its autotuning alone takes longer than a stage may.
+        stage "bench beside flash-linear-attention" figures "$PY" "$site" "$OUT" gpu_bench_fla \
+            bench --device cuda --backends "$backends" --peer fla --shapes "$shape" --dtype bf16 --state-dtype main
     else
         echo "== flash-linear-attention is not installed: bench compares with PyTorch eager alone"
     fi
-    stage "bench" figures "$PY" "$site" "$OUT" gpu_bench \
-        bench --device cuda --backends "$backends" "${peer[@]}" --shapes "$shape" --dtype fp16,bf16,fp32
 fi
 [ $only = all ] || echo "== only $only ran, of tests, verify and bench"
 finish
