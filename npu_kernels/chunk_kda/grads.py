@@ -12,12 +12,16 @@ The two terms of a pair in da are the same product of the same rounded operands,
 to fp32: unrounded values on one side would leave 1.3e-2 of da in bf16 at -5 per token, against 2.3e-3. No i = j pair is
 in da.
 
+With LOW the levels below it, pairs inside a run of 2^LOW rows, are taken one partner row at a time, unrounded and
+without products: a level waits for its products whether its pairs are near or far, and these steps wait for nothing.
+
 Grid: persistent, 1-D. Task (chunk, value head, K block): a program owns the [BT, BK] tile of dq, dk and dx.
 Tile: BT x BK (tiling.py). On NVIDIA one launch does rows and columns (ROWS and COLS) in one loop over the levels; on
 Ascend two launches do one each: together they overflow UB and take its compilers minutes.
-Bytes per task: reads q, k, x [BT, BK], g or a [BT, BK] fp32, P and D [BT, BT] (with GATHER each level, from cache), dq,
-dk and da [BT, BK] fp32; writes dq and dk [BT, BK] (fp32, or final with TOKEN_MAJOR), dx [BT, BK], two rows [BK] fp32,
-db_p [BT]. Two launches read q, k, g, P and D twice and pass dk and da once more.
+Bytes per task: reads q, k, x [BT, BK], g or a [BT, BK] fp32 (with LOW again each step, from cache), P and D [BT, BT]
+(with GATHER each level, from cache), dq, dk and da [BT, BK] fp32; writes dq and dk [BT, BK] (fp32, or final with
+TOKEN_MAJOR), dx [BT, BK], two rows [BK] fp32, db_p [BT]. Two launches read q, k,
+g, P and D twice and pass dk and da once more.
 Fused: pair gradient, reverse cumsum, gate backward, and with NORM_HERE the norm's backward.
 Must hold: stages 5 and 6 ran before; g is a of stage 1 without GATHER (pairs.py); x and dx [B, T, HV, K]; sums
 [B*NT, HV, K]; db_p as db_k of stage 6; all else workspace as before.
@@ -27,7 +31,7 @@ import triton
 import triton.language as tl
 
 from mindspeed_kda.npu_kernels.chunk_kda.gates import log_decay_backward
-from mindspeed_kda.npu_kernels.chunk_kda.pairs import at_level, level_factor, operand, pair_levels
+from mindspeed_kda.npu_kernels.chunk_kda.pairs import at_level, level_factor, operand, pair_levels, pair_offset, partner
 from mindspeed_kda.npu_kernels.common import decode_chunk, load_row, load_tile, store_row, store_tile
 
 
@@ -47,8 +51,8 @@ def grads(
     cu_seqlens, chunk_indices, bound, T, NT, R, n_chunks,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,
     NORM_HERE: tl.constexpr, TOKEN_MAJOR: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr, XT: tl.constexpr,
-    PREC: tl.constexpr, LEVELS: tl.constexpr, GATHER: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    PACKED: tl.constexpr,
+    PREC: tl.constexpr, LOW: tl.constexpr, LEVELS: tl.constexpr, GATHER: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     NK: tl.constexpr = (K + BK - 1) // BK
     o_t = tl.arange(0, BT)
@@ -86,9 +90,44 @@ def grads(
             b_dk += b_m * b_q
             b_db = tl.zeros([BT], dtype=tl.float32)
 
+        if LOW > 0:
+            b_rq = tl.zeros([BT, BK], dtype=tl.float32)
+            b_rk = tl.zeros([BT, BK], dtype=tl.float32)
+            b_col = tl.zeros([BT, BK], dtype=tl.float32)
+            o_k = tl.arange(0, BK)[None, :]
+            for j in range(1 << LOW):
+                o_p = partner(o_t, j, LOW)
+                m_p = (o_p < n_rows) & (o_t < n_rows)
+                m_pk = (o_p < n_rows)[:, None] & (o_k < n_k)
+                at_pair = pair_offset(o_t, o_p, BT)
+                b_p = tl.load(p_P + at_pair, mask=m_p & (o_p != o_t), other=0.0).to(tl.float32)  # [BT]
+                b_d = tl.load(p_D + at_pair, mask=m_p & (o_p != o_t), other=0.0).to(tl.float32)  # [BT]
+                b_dp = b_d * tl.load(b + at_t + o_p, mask=m_p, other=0.0)
+                b_pq = b_p
+                if NORM:
+                    b_rkp = tl.load(rk + at_r + o_p, mask=m_p, other=0.0)
+                    b_pq *= tl.load(rq + at_r + o_p, mask=m_p, other=0.0)
+                    b_p *= b_rkp
+                    b_d *= b_rkp
+                    b_dp *= b_rkp
+                b_gp = tl.load(g + at_g + o_p[:, None] * K + o_k, mask=m_pk, other=0.0)  # [BT, BK]
+                b_e = tl.exp2(-tl.abs(b_g - b_gp))
+                b_kp = tl.load(k + at_qk + o_p[:, None] * (H * K) + o_k, mask=m_pk, other=0.0)  # [BT, BK]
+                b_kp = b_e * b_kp.to(tl.float32)
+                b_qp = tl.load(q + at_qk + o_p[:, None] * (H * K) + o_k, mask=m_pk, other=0.0)  # [BT, BK]
+                b_qp = b_e * b_qp.to(tl.float32)
+                b_rq += tl.where(o_p < o_t, b_p, 0.0)[:, None] * b_kp
+                b_rk += tl.where(o_p < o_t, b_d, 0.0)[:, None] * b_kp
+                b_col += tl.where(o_p > o_t, b_pq, 0.0)[:, None] * b_qp
+                b_col += tl.where(o_p > o_t, b_dp, 0.0)[:, None] * b_kp
+            b_dg += b_q * b_rq + b_b * b_k * b_rk - b_k * b_col
+            b_dq += b_rq
+            b_dk += b_b * b_rk + b_col
+            b_db += tl.sum(b_k * b_rk, 1)
+
         b_P0 = load_tile(p_P, BT, n_rows, BT, BT, BT)  # [BT, BT]
         b_D0 = load_tile(p_D, BT, n_rows, BT, BT, BT)  # [BT, BT]
-        for level in range(LEVELS):
+        for level in range(LOW, LEVELS):
             S = 1 << level
             b_f = level_factor(g + at_g, b_g, n_rows, n_k, S, K, BT, BK, GATHER)
             if ROWS:

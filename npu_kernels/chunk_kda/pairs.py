@@ -21,6 +21,18 @@ def pair_levels(BT: tl.constexpr):
 
 
 @triton.jit
+def partner(o_t, j, LOW: tl.constexpr):
+    """Row j of the run of 2^LOW rows that each row lies in."""
+    return (o_t & (-(1 << LOW))) + j
+
+
+@triton.jit
+def pair_offset(o_t, o_p, BT: tl.constexpr):
+    """Where a lower [BT, BT] matrix holds the pair of each row with its partner. Discrete: not for Ascend."""
+    return tl.maximum(o_t, o_p) * BT + tl.minimum(o_t, o_p)
+
+
+@triton.jit
 def at_level(b_x, b_pair, S):
     """b_x [BT, BT] where the pair belongs to level S, 0 elsewhere."""
     return tl.where((b_pair >= S) & (b_pair < 2 * S), b_x, 0.0)

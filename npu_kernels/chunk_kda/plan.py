@@ -160,7 +160,7 @@ class _Run:
         stage = STAGES[name]
         fixed = constants(self.sizes, name, **flags)
         args = dict.fromkeys(stage.arguments) | self.values
-        if name in ("intra", "grads") and not self.sizes.gathers:
+        if (name in ("intra", "grads") and not self.sizes.gathers) or (name == "states" and self.sizes.sums_decays):
             args["g"] = args["a"]
         args = {n: args[n] for n in stage.arguments if n not in fixed}
         launch(stage.kernel, self.call.device, self.tasks(name), args, fixed, self.sizes.tile(name), cube=stage.cube)

@@ -72,6 +72,16 @@ class Sizes:
         return self.target == "cuda" and self.main != "fp32"
 
     @property
+    def sums_decays(self) -> bool:
+        """Whether stage 6 takes a and sums it itself: exponents as exact as fp32 can have them."""
+        return self.main == "fp32" and not self.gathers
+
+    @property
+    def near_levels(self) -> int:
+        """Levels of pairs that are taken row by row instead of by products: the four of a run of 16 rows."""
+        return 4 if self.gathers else 0
+
+    @property
     def inverse_precision(self) -> str:
         """Of the inversion: fp32-grade on tensor cores where there are some."""
         return "tf32x3" if self.target == "cuda" and self.main != "fp32" else "ieee"
@@ -100,8 +110,10 @@ def constants(sizes: Sizes, stage: str, **flags: Any) -> dict[str, Any]:
     out = {
         "H": z.H, "HV": z.HV, "K": z.K, "V": z.V, "BT": z.BT, "BK": tile.BK, "BV": tile.BV, "BR": tile.BDA,
         "BS": tiling.power_of_two(z.K), "NS": k_blocks(z, "states"), "NK": k_blocks(z, "grads"),
-        "LEVELS": z.BT.bit_length() - 1, "GATHER": z.gathers, "PACKED": z.packed, "V_FIRST": z.v_first,
-        "KEEP_A": not z.gathers, "NORM": z.norm, "NORM_HERE": here and z.norm, "TOKEN_MAJOR": here,
+        "LOW": z.near_levels, "LEVELS": z.BT.bit_length() - 1, "GATHER": z.gathers, "PACKED": z.packed,
+        "V_FIRST": z.v_first,
+        "KEEP_A": not z.gathers, "SUMS": z.sums_decays, "NORM": z.norm,
+        "NORM_HERE": here and z.norm, "TOKEN_MAJOR": here,
         "GATE": GATES[z.gate], "BIAS": z.bias, "SIGMOID": z.sigmoid, "HAS_H0": z.h0, "HAS_HT": z.ht,
         "HAS_DHT": z.ht, "HAS_DH0": z.h0,
         "XT": _dtype(z.pair_type), "PREC": z.pair_precision, "INV": z.inverse_precision, **flags,

@@ -6,13 +6,14 @@ Formula, per chunk (L its last row) and value head; E = 2^; Y of stage 4; q and 
     dk = dk1 + b * X                     db_k = sum_k X * k          (one sum a K block)
     da_t = sum_{s >= t} (q * dq + k * b * X)_s + sum_{s < t} (k * dk1)_s + E^(g_L) * sum_v h * dh
 
+With SUMS (fp32) g is a of stage 1 and both sums are taken here, g_L - g from the chunk's end as in stage 1.
 X is the op's A^T dw times E^g, by associativity: A^T (dv h^T) = (A^T dv) h^T. The k * dk1 terms are a sum over earlier
 rows, so that nothing cancels (docs/kda_math.md, section 8).
 
 Grid: persistent, 1-D. Task (chunk, value head, K block): a program owns the [BT, BK] tile of dq, dk and da.
 Tile: BT x BK, summed over BV columns of V (tiling.py); each product in a loop of its own.
-Bytes per task: reads do, v_new and Y [BT, V], h (three times) and dh (twice) [BK, V], q, k [BT, BK], g [BT, BK] fp32,
-b, r_q, r_k [BT]; writes dq, dk, da [BT, BK] fp32, db_k [BT] fp32.
+Bytes per task: reads do, v_new and Y [BT, V], h (three times) and dh (twice) [BK, V], q, k [BT, BK], g or a [BT, BK]
+fp32, b, r_q, r_k [BT]; writes dq, dk, da [BT, BK] fp32, db_k [BT] fp32.
 Fused: the op's main stage, its dk/dg/db stage and the reverse cumsum of its dg; dw, dg and the op's A are not touched.
 Must hold: stages 1, 3 (KEEP) and 4 ran before; dq_hv, dk_hv and da are workspace [HV, B*T, K], db_k [NK, HV, B*T].
 """
@@ -40,7 +41,7 @@ def states(
     q, k, do, g, b, rq, rk, h, dh, v_new, Y, dq_hv, dk_hv, da, db_k, cu_seqlens, chunk_indices, scale, T, NT, R,
     n_chunks,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, PACKED: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, SUMS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -66,6 +67,14 @@ def states(
 
         b_dq = _times_state(do + at_do, h + at_state, HV * V, n_rows, n_s, V, BT, BK, BV)
         b_g = load_tile(g + at_g, K, n_rows, n_k, BT, BK)  # [BT, BK]
+        if SUMS:
+            b_rest = tl.cumsum(b_g, 0, reverse=True) - b_g
+            b_last = tl.sum(b_g, 0)  # [BK]
+            b_g = tl.cumsum(b_g, 0)
+        else:
+            b_last = load_row(g + at_g + tl.cast(last, tl.int64) * K, n_s, BK)  # [BK]
+            # rows past the chunk have g = 0 here: masked before exp2
+            b_rest = tl.where((o_t < n_rows)[:, None], b_last[None, :] - b_g, 0.0)
         b_q = load_tile(q + at_qk, H * K, n_rows, n_k, BT, BK).to(tl.float32)  # [BT, BK]
         if NORM:
             b_q *= load_row(rq + at_r, n_rows, BT)[:, None]
@@ -84,9 +93,7 @@ def states(
         b_da = tl.cumsum(b_dg, 0, reverse=True)
 
         b_dk = _times_state(v_new + at_t * V, dh + at_state, V, n_rows, n_s, V, BT, BK, BV)
-        b_last = load_row(g + at_g + tl.cast(last, tl.int64) * K, n_s, BK)  # [BK]
-        # rows past the chunk have g = 0 here: masked before exp2
-        b_dk *= tl.exp2(tl.where((o_t < n_rows)[:, None], b_last[None, :] - b_g, 0.0))
+        b_dk *= tl.exp2(b_rest)
         store_tile(dk_hv + at_g, b_dk + b_X, K, n_rows, n_k, BT, BK)
         # row L is in no sum over earlier rows, and undamped: left out, it cannot swallow the digits of the others
         b_c = tl.where((o_t < last)[:, None], b_k * b_dk, 0.0)

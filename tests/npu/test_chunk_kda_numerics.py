@@ -75,6 +75,14 @@ def test_beta_of_zero(dtype, interpreter):
     assert_right(interpreter(interpreted_kda.step, inputs), inputs, dtype)
 
 
+def test_fp32_keeps_what_the_last_rows_of_a_chunk_decay(interpreter):
+    """With differences of cumsums final_state is 2.8e-7 off here, dv 2.8e-7, dk 1.6e-7, dg 8.9e-7."""
+    inputs = kda_inputs(**SMALL | {"BT": 64}, T=63)
+    got, expected = interpreter(interpreted_kda.step, inputs), judge(*inputs)
+    for name, limit in {"final_state": 1.5e-7, "dv": 2e-7, "dk": 1.3e-7, "dg": 7e-7}.items():
+        assert_accurate(name, got[name], expected[name], torch.float32, rms_limit=limit)
+
+
 def test_a_gate_of_its_own_for_each_head(interpreter):
     inputs = kda_inputs(**{**SMALL, "H": 2}, T=20, states=False)
     inputs.arguments["g"][:, :, 0] = 0.0
@@ -82,7 +90,11 @@ def test_a_gate_of_its_own_for_each_head(interpreter):
     assert_right(interpreter(interpreted_kda.step, inputs), inputs)
 
 
-@pytest.mark.parametrize("options", [{}, {"HV": 2, "gate": "softplus"}, {"lengths": [7, 0, 13]}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"HV": 2, "gate": "softplus"}, {"lengths": [7, 0, 13]}, {"T": 70, "BT": 64, "K": 20, "gate": "lower_bound"}],
+    ids=str,
+)
 def test_the_choices_of_a_gpu_give_the_same(options, interpreter):
     inputs = kda_inputs(**{**SMALL, "T": 20, **options})
     assert_right(interpreter(interpreted_kda.as_on_cuda, inputs), inputs)
