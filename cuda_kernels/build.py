@@ -33,7 +33,7 @@ KERNEL_SOURCES = (
     *("chunk_kda/plan.cu", "chunk_kda/tail.cu"),
 )
 """Longest to compile first."""
-BIND_SOURCES = ("bind/library.cpp",)
+BIND_SOURCES = ("bind/library.cpp", "bind/chunk_kda.cpp")
 EMULATOR_SOURCES = ("emulator/emulator.cpp", "emulator/library.cpp")
 """With these the kernels become a library for the host; not part of the one that ships."""
 EMULATOR_FLAGS = (

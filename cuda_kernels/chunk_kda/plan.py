@@ -83,8 +83,15 @@ def saved_specs(call: ChunkKdaCall) -> tuple[Spec, ...]:
     return (((call.B, call.T, call.HV, layout.CHUNK), call.dtype),) * 2 if call.needs_grad else ()
 
 
+def _expect_chunks_of_64(c: ChunkKdaCall) -> None:
+    """forward and backward serve any chunk_size, which changes no result of theirs; the states of K2 it does."""
+    if c.BT != layout.CHUNK:
+        raise RuntimeError(f"chunk_size: expected {layout.CHUNK} for K1 and K2 of backend 'cuda', got {c.BT}")
+
+
 def bwd_recurrence(call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dht: Tensor | None) -> Recurrence:
     c = call
+    _expect_chunks_of_64(c)
     h, v_new, dh, dv, dh0 = _ops.chunk_kda_bwd_recurrence.default(
         *_inputs(c), _maybe(c.initial_state), _cu_seqlens(c), *map(_given, saved), _given(do), _maybe(dht),
         *_options(c), c.state_v_first,
@@ -95,6 +102,7 @@ def bwd_recurrence(call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, dh
 
 def bwd_inputs(call: ChunkKdaCall, saved: tuple[Tensor, ...], do: Tensor, recurrence: Recurrence) -> ChunkKdaGrads:
     c, r = call, recurrence
+    _expect_chunks_of_64(c)
     dq, dk, dv, dg, dbeta, dA_log, ddt_bias = _ops.chunk_kda_bwd_inputs.default(
         *_inputs(c), _cu_seqlens(c), _given(saved[0]), _given(do),
         layout.state_images(c, r.h), layout.tiles(c, r.v_new), layout.state_images(c, r.dh), layout.tiles(c, r.dv),

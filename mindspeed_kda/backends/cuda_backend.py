@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mindspeed_kda import config
-from mindspeed_kda.contracts import wy_dqkg
+from mindspeed_kda.contracts import chunk_kda, wy_dqkg
+from mindspeed_kda.contracts.chunk_kda import ChunkKdaCall
 from mindspeed_kda.contracts.wy_dqkg import WyDqkgCall, WyDqkgGrads
 from mindspeed_kda.registry import Backend, Registry
 
@@ -23,10 +25,16 @@ MIN_CAPABILITY = (8, 0)
 MAX_HEAD_SIZE = 128
 MAX_ROW = 2**31 // 64
 """Elements of a token's row (HV times the larger head size): offsets inside a chunk are 32-bit."""
+MAX_BLOCKS = 2**31 - 1
+"""CTAs of a launch: one for each chunk and value head."""
 WIDE_SHARED_BYTES = 147 << 10
 """Shared memory of a CTA for fp32 with K or V over 64, or not 64 both (cuda_kernels/common/tiles.h)."""
 SHARED_BYTES = 92 << 10
 """And otherwise."""
+KDA_HEAD_SIZES = (64, 128)
+"""K = V of ``chunk_kda``."""
+KDA_SHARED_BYTES = 160 << 10
+"""Shared memory of a CTA of ``chunk_kda``'s kernels, at most."""
 
 
 def library_path() -> Path:
@@ -79,21 +87,26 @@ def _shared_bytes(index: int | None) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
-def supports(call: WyDqkgCall) -> str | None:
-    q = call.q
-    dtype, K, V = q.dtype, call.K, call.V
-    if dtype is torch.float64:
-        return "q: expected float16, bfloat16 or float32, got float64"
+def _unfit(q: Tensor) -> str | None:
+    """Why no kernel of the library can run where ``q`` lies, or None."""
     if not q.is_cuda:
         return f"tensors: expected device cuda, got {q.device.type}"
     try:
         _usable()
     except LookupError as error:
         return str(error)
-    index = q.get_device()
-    reason = _unfit_device(index)
+    return _unfit_device(q.get_device())
+
+
+def supports(call: WyDqkgCall) -> str | None:
+    q = call.q
+    dtype, K, V = q.dtype, call.K, call.V
+    if dtype is torch.float64:
+        return "q: expected float16, bfloat16 or float32, got float64"
+    reason = _unfit(q)
     if reason is not None:
         return reason
+    index = q.get_device()
     if K > MAX_HEAD_SIZE or V > MAX_HEAD_SIZE:
         return f"q, v: expected K and V up to {MAX_HEAD_SIZE}, got K = {K} and V = {V}"
     if call.HV * max(K, V, call.BT) > MAX_ROW:
@@ -138,5 +151,34 @@ def _load_wy_dqkg() -> Callable[[WyDqkgCall], WyDqkgGrads]:
     return run
 
 
+def supports_chunk_kda(call: ChunkKdaCall) -> str | None:
+    q, K, V = call.q, call.K, call.V
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"q: expected float16 or bfloat16, got {str(q.dtype).removeprefix('torch.')}"
+    reason = _unfit(q)
+    if reason is not None:
+        return reason
+    if K != V or K not in KDA_HEAD_SIZES:
+        return f"q, v: expected K = V = 64 or 128, got K = {K} and V = {V}"
+    if (call.B * (call.T // 64 + 1) + call.N) * call.HV > MAX_BLOCKS:
+        return f"v: expected chunks of 64 tokens times HV up to {MAX_BLOCKS}, got T = {call.T} and HV = {call.HV}"
+    if _shared_bytes(q.get_device()) < KDA_SHARED_BYTES:
+        return (
+            f"device: expected {KDA_SHARED_BYTES} bytes of shared memory a block, got {_shared_bytes(q.get_device())}"
+        )
+    return None
+
+
+def _load_chunk_kda() -> Any:
+    from mindspeed_kda.cuda_kernels.chunk_kda import plan
+
+    plan.load_operators(library_path())
+    return plan
+
+
 def register(registry: Registry) -> None:
-    registry.register(Backend(wy_dqkg.OP, NAME, supports, _load_wy_dqkg, available=available, priority={"cuda": 100}))
+    for op, predicate, load in (
+        (wy_dqkg.OP, supports, _load_wy_dqkg),
+        (chunk_kda.OP, supports_chunk_kda, _load_chunk_kda),
+    ):
+        registry.register(Backend(op, NAME, predicate, load, available=available, priority={"cuda": 100}))
