@@ -13,8 +13,9 @@ import torch
 
 from mindspeed_kda import config
 from mindspeed_kda.backends import cuda_backend
-from mindspeed_kda.contracts import wy_dqkg
+from mindspeed_kda.contracts import chunk_kda, wy_dqkg
 from mindspeed_kda.testing.inputs import wy_inputs
+from mindspeed_kda.testing.kda_inputs import kda_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -139,3 +140,43 @@ def test_an_older_torch_is_declined(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("dtype", "part"), [(torch.float64, "got float64"), (torch.float32, "got cpu")])
 def test_what_the_predicate_says_about_a_call(dtype, part):
     assert part in cuda_backend.supports(wy_dqkg.check(**wy_inputs(T=16, H=1, K=8, V=8, BT=16, dtype=dtype)))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": torch.float32}, "q: expected float16 or bfloat16, got float32"),
+        ({"dtype": torch.float64}, "q: expected float16 or bfloat16, got float64"),
+        ({}, "tensors: expected device cuda, got cpu"),
+    ],
+)
+def test_what_the_predicate_says_about_a_training_step(options, reason):
+    call = chunk_kda.check(**kda_inputs(T=16, **{"dtype": torch.float16, **options}).arguments)
+    assert cuda_backend.supports_chunk_kda(call) == reason
+
+
+@pytest.mark.parametrize(
+    ("options", "shared", "reason"),
+    [
+        ({}, 1 << 20, None),
+        ({"K": 128, "V": 128, "BT": 16}, 1 << 20, None),
+        ({"K": 128}, 1 << 20, "q, v: expected K = V = 64 or 128, got K = 128 and V = 64"),
+        ({"K": 60, "V": 60}, 1 << 20, "q, v: expected K = V = 64 or 128, got K = 60 and V = 60"),
+        ({}, 48 << 10, "device: expected {} bytes of shared memory a block, got 49152"),
+    ],
+)
+def test_what_it_says_on_a_gpu(monkeypatch, options, shared, reason):
+    monkeypatch.setattr(cuda_backend, "_unfit", lambda q: None)
+    monkeypatch.setattr(cuda_backend, "_shared_bytes", lambda index: shared)
+    call = chunk_kda.check(**kda_inputs(T=16, dtype=torch.bfloat16, **options).arguments)
+    expected = None if reason is None else reason.format(cuda_backend.KDA_SHARED_BYTES)
+    assert cuda_backend.supports_chunk_kda(call) == expected
+
+
+def test_too_many_chunks_for_one_launch_are_declined(monkeypatch):
+    monkeypatch.setattr(cuda_backend, "_unfit", lambda q: None)
+    call = chunk_kda.check(**kda_inputs(T=16, dtype=torch.bfloat16).arguments)
+    call.T = 2**38
+    assert "v: expected chunks of 64 tokens times HV up to 2147483647, got T = " in cuda_backend.supports_chunk_kda(
+        call
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mindspeed_kda
-from mindspeed_kda.contracts import wy_dqkg
+from mindspeed_kda.contracts import chunk_kda, wy_dqkg
 from mindspeed_kda.registry import REGISTRY, Registry, select
 from mindspeed_kda.testing.inputs import wy_inputs
 
@@ -34,8 +34,9 @@ def test_ranks_by_device_type(op, device):
     assert "torch" in names
 
 
-def test_the_op_has_all_three():
-    assert set(REGISTRY.of(wy_dqkg.OP)) >= BUILT_IN - {"library"}
+@pytest.mark.parametrize("op", [wy_dqkg.OP, chunk_kda.OP])
+def test_the_op_and_the_training_step_have_all_three(op):
+    assert set(REGISTRY.of(op)) >= BUILT_IN - {"library"}
 
 
 def test_every_op_is_a_public_function():
