@@ -118,10 +118,20 @@ struct Call {
     void add_sums() {
         workspace.add(p.dA_log_part, NT * p.HV * 4), workspace.add(p.ddt_bias_part, NT * p.HV * p.K * 4);
     }
-    // Of each value head, where heads share a query and key: over tiles that the scans have read for the last time.
-    void place_heads() {
-        if (p.HV == p.H) return;
-        p.dq_head = static_cast<float*>(p.w), p.dk_head = static_cast<float*>(p.qd);
+    // v_new over u: a CTA of the scan reads its slice of a chunk before it writes it. Where heads share a query and key,
+    // dq and dk of each value head lie over w and u, qd and kr instead, which nothing reads after the scans.
+    void add_backward() {
+        add_prepared(), add_sums();
+        workspace.add(p.h, state_images()), workspace.add(p.dh, state_images());
+        workspace.add(p.dv_new, value_tiles());
+        if (p.HV > p.H) workspace.add(p.v_new, value_tiles());
+    }
+    void place_over_tiles() {
+        if (p.HV > p.H) {
+            p.dq_head = static_cast<float*>(p.w), p.dk_head = static_cast<float*>(p.qd);
+        } else {
+            p.v_new = p.u;
+        }
     }
     void add_heads() {
         if (p.HV == p.H) return;
@@ -137,14 +147,8 @@ struct Call {
         if (p.N > 0) OnDevice::check(backward ? kda_scan_backward(p, stream) : kda_scan_forward(p, stream));
     }
     void grads(cudaStream_t stream) {
-        if (NT > 0) {
-            OnDevice::check(kda_grads(p, stream));
-            OnDevice::check(kda_reduce(p, stream));
-        } else {
-            if (p.dA_log != nullptr) OnDevice::check(cudaMemsetAsync(p.dA_log, 0, int64_t{p.HV} * 4, stream));
-            if (p.ddt_bias != nullptr)
-                OnDevice::check(cudaMemsetAsync(p.ddt_bias, 0, int64_t{p.HV} * p.K * 4, stream));
-        }
+        if (NT > 0) OnDevice::check(kda_grads(p, stream));
+        OnDevice::check(kda_reduce(p, stream));
     }
     void clear_tail(bool backward, cudaStream_t stream) {
         if (p.T > 0) OnDevice::check(kda_clear_tail(p, backward, stream));
@@ -219,11 +223,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backw
     Grads d(c, g, beta, A_log, dt_bias);
     Tensor dh0 = c.states_or_nothing(initial_state.has_value());
     give_recurrence(c, initial_state, A, Aqk, d_o, dht, dh0);
-    c.add_prepared(), c.add_sums();
-    c.workspace.add(c.p.h, c.state_images()), c.workspace.add(c.p.dh, c.state_images());
-    c.workspace.add(c.p.v_new, c.value_tiles()), c.workspace.add(c.p.dv_new, c.value_tiles());
+    c.add_backward();
     c.workspace.allocate(c.device);
-    c.place_heads();
+    c.place_over_tiles();
     const cudaStream_t stream = current_stream(c.device);
     c.plan(stream);
     c.prepare(true, stream);
