@@ -275,7 +275,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 def test_a_wrong_result_is_noticed() -> None:
     """The judge of this file on results that are slightly off."""
-    inputs = drawn(T=70, gate="softplus")
+    inputs = drawn(T=70, H=16, gate="softplus")
     expected, got = judged(inputs), step(inputs)
     assert_results(inputs, got, expected)
     for name in expected:
