@@ -29,8 +29,8 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 LIBRARY = "libmindspeed_kda_cuda.so"
 KERNEL_SOURCES = (
-    *("wy_dqkg/f32.cu", "wy_dqkg/f16.cu", "wy_dqkg/bf16.cu"),
-    *("chunk_kda/plan.cu", "chunk_kda/tail.cu"),
+    *("wy_dqkg/f32.cu", "chunk_kda/grads.cu", "chunk_kda/prepare.cu", "chunk_kda/scan.cu"),
+    *("wy_dqkg/f16.cu", "wy_dqkg/bf16.cu", "chunk_kda/reduce.cu", "chunk_kda/plan.cu", "chunk_kda/tail.cu"),
 )
 """Longest to compile first."""
 BIND_SOURCES = ("bind/library.cpp", "bind/chunk_kda.cpp")

@@ -31,10 +31,8 @@ WIDE_SHARED_BYTES = 147 << 10
 """Shared memory of a CTA for fp32 with K or V over 64, or not 64 both (cuda_kernels/common/tiles.h)."""
 SHARED_BYTES = 92 << 10
 """And otherwise."""
-KDA_HEAD_SIZES = (64, 128)
-"""K = V of ``chunk_kda``."""
-KDA_SHARED_BYTES = 160 << 10
-"""Shared memory of a CTA of ``chunk_kda``'s kernels, at most."""
+KDA_SHARED_BYTES = {64: 81 << 10, 128: 130 << 10}
+"""Shared memory of a CTA of ``chunk_kda``'s kernels, at least, by each K = V that they serve."""
 
 
 def library_path() -> Path:
@@ -158,15 +156,12 @@ def supports_chunk_kda(call: ChunkKdaCall) -> str | None:
     reason = _unfit(q)
     if reason is not None:
         return reason
-    if K != V or K not in KDA_HEAD_SIZES:
+    if K != V or K not in KDA_SHARED_BYTES:
         return f"q, v: expected K = V = 64 or 128, got K = {K} and V = {V}"
     if (call.B * (call.T // 64 + 1) + call.N) * call.HV > MAX_BLOCKS:
         return f"v: expected chunks of 64 tokens times HV up to {MAX_BLOCKS}, got T = {call.T} and HV = {call.HV}"
-    if _shared_bytes(q.get_device()) < KDA_SHARED_BYTES:
-        return (
-            f"device: expected {KDA_SHARED_BYTES} bytes of shared memory a block, got {_shared_bytes(q.get_device())}"
-        )
-    return None
+    need, there = KDA_SHARED_BYTES[K], _shared_bytes(q.get_device())
+    return None if there >= need else f"device: expected {need} bytes of shared memory a block, got {there}"
 
 
 def _load_chunk_kda() -> Any:

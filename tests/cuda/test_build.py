@@ -169,7 +169,7 @@ def test_what_it_says_on_a_gpu(monkeypatch, options, shared, reason):
     monkeypatch.setattr(cuda_backend, "_unfit", lambda q: None)
     monkeypatch.setattr(cuda_backend, "_shared_bytes", lambda index: shared)
     call = chunk_kda.check(**kda_inputs(T=16, dtype=torch.bfloat16, **options).arguments)
-    expected = None if reason is None else reason.format(cuda_backend.KDA_SHARED_BYTES)
+    expected = None if reason is None else reason.format(cuda_backend.KDA_SHARED_BYTES[64])
     assert cuda_backend.supports_chunk_kda(call) == expected
 
 

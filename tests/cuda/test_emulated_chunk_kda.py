@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mindspeed_kda import chunk_kda
+from mindspeed_kda.backends import cuda_backend
 from mindspeed_kda.contracts import chunk_kda as contract
 from mindspeed_kda.cuda_kernels.chunk_kda import plan
 from mindspeed_kda.ops import chunk_kda_bwd_inputs, chunk_kda_bwd_recurrence
@@ -172,6 +173,22 @@ def test_k1_after_k2_is_the_backward(operators, name):
     for output, x in grads._asdict().items():
         output = "dinitial_state" if output == "dh0" else output
         assert torch.equal(x, whole[output]), output
+
+
+@pytest.mark.parametrize("size", cuda_backend.KDA_SHARED_BYTES)
+@pytest.mark.parametrize("sequences", [1, 70], ids=["narrow scans", "wide scans"])
+def test_shared_memory_is_what_the_predicate_asks_for(operators, size, sequences):
+    operators.schedule = emulated.FORWARD
+    inputs = kda_inputs(T=sequences, H=1, K=size, V=size, dtype=torch.float16, lengths=[1] * sequences)
+    limit = operators.kernels.library.kda_emulator_shared_limit
+    limit(cuda_backend.KDA_SHARED_BYTES[size])
+    try:
+        gradients(chunk_kda, inputs.arguments | {"backend": NAME}, inputs.do, inputs.dht)
+        limit(cuda_backend.KDA_SHARED_BYTES[size] // 2)
+        with pytest.raises(emulated.EmulationError):
+            gradients(chunk_kda, inputs.arguments | {"backend": NAME}, inputs.do, inputs.dht)
+    finally:
+        limit(227 << 10)
 
 
 def test_k2_is_that_of_the_definition(operators):
