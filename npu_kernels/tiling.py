@@ -151,7 +151,8 @@ class AttentionRow:
 
 
 FWD, DKDV, DQ = "attention", "attention_dkdv", "attention_dq"
-# Times on an H200, bf16, B2 H16 T8192, by benchmarks/attention_tiles.py, as causal / without a mask in ms.
+# Causal / without a mask in ms, H200, bf16, B2 H16 T8192 (benchmarks/attention_tiles.py,
+# benchmarks/results/attention_tiles_h200.json).
 ATTENTION = (
     AttentionRow("cuda", 16, 64, (FWD,), True, 64, 64, 4, 3, "0.80 / 1.62"),
     AttentionRow("cuda", 16, 64, (FWD,), False, 128, 64, 8, 3, "0.99 / 1.34"),
@@ -159,7 +160,7 @@ ATTENTION = (
     AttentionRow("cuda", 16, 64, (DQ,), True, 64, 64, 4, 3, "0.82 / 1.54"),
     AttentionRow("cuda", 16, 64, (DQ,), False, 128, 64, 8, 3, "1.07 / 1.43"),
     AttentionRow("cuda", 16, 128, (FWD,), None, 128, 64, 8, 3, "1.51 / 2.42; 128 x 128, 2 stages: 1.48 / 2.45"),
-    AttentionRow("cuda", 16, 128, (DKDV,), None, 64, 128, 8, 3, "2.64 / 4.90; 2 stages: 4.85 / 6.10 (spills)"),
+    AttentionRow("cuda", 16, 128, (DKDV,), None, 64, 128, 8, 3, "2.64 / 4.90; 32 x 128, 4 stages: 3.28 / 6.29"),
     AttentionRow("cuda", 16, 128, (f"{DKDV}_atomic",), None, 64, 128, 8, 3, "with dq: 4.35 / 8.63"),
     AttentionRow("cuda", 16, 128, (DQ,), None, 128, 64, 8, 3, "1.77 / 2.58; 128 x 128, 2 stages: 1.71 / 2.88"),
     AttentionRow("cuda", 16, None, (FWD,), None, 128, 64, 8, 2, "D 256: 2.83 / 4.46; 1 stage: 3.05 / 6.19"),
