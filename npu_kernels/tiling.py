@@ -170,10 +170,12 @@ ATTENTION = (
         "cuda", 32, 128, (), None, 32, 32, 8, 1, "not measured; with 4 warps dk and dv spill 1.8 KiB a thread"
     ),
     AttentionRow("cuda", None, None, (), None, 16, 16, 4, 1, "not measured; heads over 128 in fp32"),
-    AttentionRow("npu", 16, 128, (), None, 64, 64, 4, 2, "up to 220 of 248 KiB of UB, all 512 of L1 for dK and dV"),
-    AttentionRow("npu", 16, None, (), None, 32, 32, 4, 2, "472 KiB of L1 for dK and dV at D = DV = 256"),
-    AttentionRow("npu", 32, 128, (), None, 32, 32, 4, 2, "496 KiB of L1; at 64 x 64 dK and dV lose multi-buffering"),
-    AttentionRow("npu", 32, None, (), None, 16, 16, 4, 2, "460 KiB of L1; at 32 x 32 dK and dV lose multi-buffering"),
+    AttentionRow("npu", 16, 128, (), None, 64, 64, 4, 2, "up to 222 of 248 KiB of UB, all 512 of L1 for dK and dV"),
+    AttentionRow("npu", 16, None, (), None, 32, 32, 4, 2, "up to 512 KiB of L1 for dK and dV"),
+    AttentionRow("npu", 32, 128, (), None, 32, 32, 4, 2, "up to 512 KiB of L1; at 64 x 64 dK, dV lose multi-buffering"),
+    AttentionRow(
+        "npu", 32, None, (), None, 16, 16, 4, 2, "up to 512 KiB of L1; at 32 x 32 dK, dV lose multi-buffering"
+    ),
     AttentionRow("cpu", None, 128, (), None, 32, 64, 4, 2, "the interpreter: sides that differ"),
     AttentionRow("cpu", None, None, (), None, 32, 32, 4, 2, "the interpreter"),
 )
