@@ -6,9 +6,11 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mindspeed_kda
-from mindspeed_kda.contracts import chunk_kda, wy_dqkg
+from mindspeed_kda.backends import triton_backend
+from mindspeed_kda.contracts import chunk_kda, flash_attention, wy_dqkg
 from mindspeed_kda.registry import REGISTRY, Registry, select
 from mindspeed_kda.testing.inputs import wy_inputs
 
@@ -126,3 +128,26 @@ def test_public_register_backend_serves_a_call(monkeypatch):
 def test_select_needs_no_registry():
     choice = select(REGISTRY.of(wy_dqkg.OP), wy_dqkg.OP, wy_dqkg.check(**small()), "cpu", None)
     assert (choice.backend.name, choice.rejected) == ("torch", ())
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "dtype", "expected"),
+    [
+        ("cuda", {}, torch.bfloat16, "triton"),
+        ("cuda", {"deterministic": False}, torch.bfloat16, "library"),
+        ("cuda", {"needs_grad": False}, torch.float16, "library"),
+        ("cuda", {"deterministic": False, "softcap": 2.0}, torch.bfloat16, "triton"),
+        ("cuda", {"deterministic": False, "window": (5, None)}, torch.bfloat16, "triton"),
+        ("cuda", {"deterministic": False}, torch.float32, "triton"),
+        ("cuda", {}, torch.float64, "torch"),
+        ("cpu", {}, torch.float32, "torch"),
+    ],
+)
+def test_who_takes_attention_that_names_nobody(device, options, dtype, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(triton_backend, "available", lambda: None)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 9, 2, 64, dtype=dtype, device=device) for _ in range(3))
+        call = flash_attention.check(q, k, v, **options)
+    choice = select(REGISTRY.of(flash_attention.OP), flash_attention.OP, call, device, None)
+    assert choice.backend.name == expected
