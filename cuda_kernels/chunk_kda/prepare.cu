@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
     extern __shared__ __align__(128) char smem[];
     const uint32_t s0 = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
     const HeadTile s_q{s0 + Cfg::kQ}, s_k{s0 + Cfg::kK}, s_v{s0 + Cfg::kV};
-    const Tile<T, kRows> s_A{s0 + Cfg::kA}, s_Aqk{s0 + Cfg::kAqk};
+    const Tile<T, kRows> s_A{s0 + Cfg::kA}, s_Ab{s0 + Cfg::kAb}, s_Aqk{s0 + Cfg::kAqk};
     const Square s_L{s0 + Cfg::kL};
     const uint32_t s_totals = s0 + Cfg::kTotals, s_rq = s0 + Cfg::kPerRow, s_rk = s_rq + 4 * kRows,
                    s_b = s_rk + 4 * kRows;
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
         copy_rows(s_v, static_cast<const T*>(p.v) + row0 * kHead, int64_t{p.HV} * kHead, c.rows);
     };
     if constexpr (kBackward) {
-        copy_rows(s_A, static_cast<const T*>(p.A) + row0 * kRows, int64_t{p.HV} * kRows, c.rows);
+        copy_rows(s_Ab, static_cast<const T*>(p.A) + row0 * kRows, int64_t{p.HV} * kRows, c.rows);
         load_v();
         copy_commit();
     }
@@ -56,9 +56,12 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
     copy_wait<kBackward ? 1 : 0>();
     __syncthreads();  // q and k have arrived
     write_inverse_norms(s_rq, s_q, s_k, p.qk_l2norm);
-    __syncthreads();
 
-    // q and k of a unit after their norm.
+    // q and k of a unit, then after their norm.
+    const auto load_raw = [&](const HeadTile& x, int segment, float2(&out)[kSegment]) {
+#pragma unroll
+        for (int i = 0; i < kSegment; ++i) out[i] = load2(x, segment * kSegment + i, 0, Own::col());
+    };
     const auto load_unit = [&](const HeadTile& x, uint32_t r, int segment, float2(&out)[kSegment]) {
         float norm[2][4];
         shared_f32x4(norm[0], r + segment * kSegment * 4);
@@ -68,16 +71,17 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
             out[i] = load2(x, segment * kSegment + i, 0, Own::col()) * norm[i / 4][i % 4];
     };
 
-    // A warp's products of pairs. Small levels: 16 rows of the chunk every two warps; even ones take levels 1, 2 and
-    // later 8, odd ones level 4 and the diagonal of q k^T, whose two halves of 8 columns are two products.
+    // A warp's products of pairs at the small levels, of q and k before their norm. Two warps share 16 rows of the
+    // chunk: one takes levels 1 and 2, the other level 4 and the diagonal of q k^T, whose two halves of 8 columns are
+    // two products.
     float small[3][4] = {};
     const int group = warp / 2;
     if constexpr (!kBackward) {
 #pragma unroll
         for (int u = 0; u < Own::kUnits; ++u) {
             float2 q[kSegment], k[kSegment];
-            load_unit(s_q, s_rq, Own::segment(u), q);
-            load_unit(s_k, s_rk, Own::segment(u), k);
+            load_raw(s_q, Own::segment(u), q);
+            load_raw(s_k, Own::segment(u), k);
             write_small_levels<T, kHead>(s0 + Cfg::kOperands, Cfg::kLevel, Own::segment(u), Own::col(), decays.x[u], q,
                                          k);
         }
@@ -89,8 +93,8 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
             add_level(small[0], HeadTile{s0 + Cfg::kOperands + 2 * Cfg::kLevel}, lane, group);
             add_16x16(small[1], small[2], s_q, s_k, lane, 16 * group, 16 * group);
         }
-        __syncthreads();  // k and the small levels make room
     }
+    __syncthreads();  // the norms are there; k and the small levels make room
 
     // Levels 8, 16 and 32, and the outputs that are elementwise: R and C of whole segments, times what lies between the
     // segment and the border of its block (before, after), at last between the segment and the chunk's ends.
@@ -201,92 +205,107 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
 #pragma unroll
         for (int r = r0; r < kRows; r += kRawThreads / 8) {
             float x[4];
-            shared_f32x4(x, s_A.at(r, 0, col));
+            shared_f32x4(x, s_Ab.at(r, 0, col));
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const float2 a = unpack2<T>(__float_as_uint(x[j]));
                 x[j] = __uint_as_float(pack2<T>(a.x * b[j / 2][j % 2 * 2], a.y * b[j / 2][j % 2 * 2 + 1]));
             }
-            set_shared_f32x4(s_A.at(r, 0, col), x);
+            set_shared_f32x4(s_Ab.at(r, 0, col), x);
         }
     } else {
         __syncthreads();
-        float level_16[4] = {}, level_32[2][4] = {};
-        const HeadTile x_16{s0 + Cfg::kOperands + Cfg::kLevel}, x_32{s0 + Cfg::kOperands + 2 * Cfg::kLevel};
-        if (warp % 2 == 0) add_level(small[2], HeadTile{s0 + Cfg::kOperands}, lane, group);
-        // Level 16: block warp / 4, of q or k, 8 of its lower half's rows. Level 32: 16 rows of q or k, 16 lower ones.
-        const int block = warp / 4, of_k = warp / 2 % 2, half = warp % 2;
-        add_16x8(level_16, x_16, lane, Level<T, kHead>::kKUpper * of_k + 16 * block,
-                 Level<T, kHead>::kKLower + 16 * block + 8 * half);
-        add_16x16(level_32[0], level_32[1], x_32, x_32, lane, Level<T, kHead>::kKUpper * of_k + 16 * half,
-                  Level<T, kHead>::kKLower + 16 * block);
-        __syncthreads();  // the operands make room
-        load_v();
-        copy_commit();
+        // Warps 0 to 3: level 8, 16 rows of the chunk each, and level 16, a block's q or k. Warps 4 to 7: level 32, 16
+        // rows of q or k.
+        const int of_k = warp < 4 ? warp % 2 : warp / 2 % 2, part = warp < 4 ? warp / 2 : warp % 2;
+        float far[4][4] = {};
+        {
+            const HeadTile x_8{s0 + Cfg::kOperands}, x_16{s0 + Cfg::kOperands + Cfg::kLevel},
+                x_32{s0 + Cfg::kOperands + 2 * Cfg::kLevel};
+            constexpr int kLower = Level<T, kHead>::kKLower;
+            const int upper = Level<T, kHead>::kKUpper * of_k + 16 * part;
+            if (warp < 4) {
+                add_16x16(far[0], far[1], x_16, x_16, lane, upper, kLower + 16 * part);
+                add_level(far[2], x_8, lane, warp);
+            } else {
+#pragma unroll
+                for (int i = 0; i < kHead / 16; ++i) {
+                    FragB<T> b[2][2];
+                    row_b(b[0], x_32, lane, kLower, i);
+                    row_b(b[1], x_32, lane, kLower + 16, i);
+                    const FragA<T> a = row_a(x_32, lane, upper, i);
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) mma(far[j], a, b[j / 2][j % 2]);
+                }
+            }
+        }
 
-        const auto b_of = [&](int row) { return __uint_as_float(shared_u32(s_b + 4 * row)); };
-        const auto put_q = [&](int row, int col, float x, float y) {
-            store2(s_Aqk, row, 0, col, p.scale * x, p.scale * y);
+        // L and Aqk, over q and the segments' totals.
+        const auto of_row = [](uint32_t x, int row) { return __uint_as_float(shared_u32(x + 4 * row)); };
+        const auto put = [&](bool k, int row, int col, float x, float y) {
+            if (k) {
+                const float b = of_row(s_b, row);
+                store2(s_L, row, 0, col, b * x, b * y);
+            } else {
+                store2(s_Aqk, row, 0, col, p.scale * x, p.scale * y);
+            }
         };
-        const auto put_k = [&](int row, int col, float x, float y) {
-            const float b = b_of(row);
-            store2(s_L, row, 0, col, b * x, b * y);
-        };
-        const auto put_level = [&](const float(&x)[4], int s) {  // s > 1: a lane's two columns are neighbours
+        const auto put_raw = [&](const float(&x)[4], int s) {  // s > 1: a lane's two columns are neighbours
             if (g / s != 2 * t / s) return;  // of different blocks
             const int row = 16 * group + with_bit(g, s, 1), col = 16 * group + with_bit(2 * t, s, 0);
-            put_q(row, col, x[0], x[1]);
-            put_k(row, col, x[2], x[3]);
+            const float2 r = shared_f32x2(s_rk + 4 * col);
+            const float q = of_row(s_rq, row), k = of_row(s_rk, row);
+            put(false, row, col, q * (r.x * x[0]), q * (r.y * x[1]));
+            put(true, row, col, k * (r.x * x[2]), k * (r.y * x[3]));
         };
         if (warp % 2 == 0) {
             if (g / 2 == t) {  // level 1: one of the lane's two columns
                 const int row = 16 * group + 2 * g + 1;
                 const bool second = g % 2;
-                store1(s_Aqk, row, 0, row - 1, from_float<T>(p.scale * (second ? small[0][1] : small[0][0])));
-                store1(s_L, row, 0, row - 1, b_of(row) * (second ? small[0][3] : small[0][2]));
+                const float r = of_row(s_rk, row - 1), q = p.scale * of_row(s_rq, row),
+                            k = of_row(s_b, row) * of_row(s_rk, row);
+                store1(s_Aqk, row, 0, row - 1, from_float<T>(q * (r * (second ? small[0][1] : small[0][0]))));
+                store1(s_L, row, 0, row - 1, k * (r * (second ? small[0][3] : small[0][2])));
             }
-            put_level(small[1], 2);
-            put_level(small[2], 8);
+            put_raw(small[1], 2);
         } else {
-            put_level(small[0], 4);
+            put_raw(small[0], 4);
             if (g / 2 == t) {
                 const int row = 16 * group + g;
                 const bool second = g % 2;
                 const float x[2] = {second ? small[1][1] : small[1][0], second ? small[2][3] : small[2][2]};
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
-                    const float r_q = __uint_as_float(shared_u32(s_rq + 4 * (row + 8 * i)));
-                    const float r_k = __uint_as_float(shared_u32(s_rk + 4 * (row + 8 * i)));
+                    const float r_q = of_row(s_rq, row + 8 * i), r_k = of_row(s_rk, row + 8 * i);
                     store1(s_Aqk, row + 8 * i, 0, row + 8 * i, from_float<T>(p.scale * (r_q * (r_k * x[i]))));
                 }
             }
         }
+        if (warp < 4) {
+            put(false, 16 * warp + 8 + g, 16 * warp + 2 * t, far[2][0], far[2][1]);
+            put(true, 16 * warp + 8 + g, 16 * warp + 2 * t, far[2][2], far[2][3]);
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = 8 * i + g, row_16 = 32 * block + 16 + row, row_32 = 32 + 16 * half + row;
-            const int col_16 = 32 * block + 8 * half + 2 * t, col_32 = 16 * block + 2 * t;
-            if (of_k) {
-                put_k(row_16, col_16, level_16[2 * i], level_16[2 * i + 1]);
+            const int row = (warp < 4 ? 32 * part + 16 : 32 + 16 * part) + 8 * i + g;
+            const int col = (warp < 4 ? 32 * part : 0) + 2 * t;
 #pragma unroll
-                for (int j = 0; j < 2; ++j)
-                    put_k(row_32, col_32 + 8 * j, level_32[j][2 * i], level_32[j][2 * i + 1]);
-            } else {
-                put_q(row_16, col_16, level_16[2 * i], level_16[2 * i + 1]);
-#pragma unroll
-                for (int j = 0; j < 2; ++j)
-                    put_q(row_32, col_32 + 8 * j, level_32[j][2 * i], level_32[j][2 * i + 1]);
-            }
+            for (int j = 0; j < 4; ++j)
+                if (warp >= 4 || j < 2) put(of_k, row, col + 8 * j, far[j][2 * i], far[j][2 * i + 1]);
         }
         __syncthreads();
+        load_v();
+        copy_commit();
 
-        if (warp < 4) {
-            invert_block(s_L, lane, 16 * warp);
+        if (warp < 2) {
+            invert_blocks(s_L, lane, 32 * warp);
+            join_blocks(s_L, lane, 32 * warp);
         } else {  // Aqk, without what was never written above its diagonal
             T* out = static_cast<T*>(p.Aqk) + row0 * kRows;
             const int64_t stride = int64_t{p.HV} * kRows;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int r = (threadIdx.x - 128) / 8 + 16 * i, col = threadIdx.x % 8 * 8;
+            for (int i = 0; i < 3; ++i) {
+                const int r = threadIdx.x / 8 - 8 + 24 * i, col = threadIdx.x % 8 * 8;
                 if (r >= c.rows) break;
                 float x[4] = {};
                 if (col <= r) {
@@ -302,37 +321,39 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
             }
         }
         __syncthreads();
-        if (warp < 2) join_blocks(s_L, lane, 32 * warp);
-        __syncthreads();
-        join_halves(s_L, lane, warp);
-        __syncthreads();
 
-        T* out = static_cast<T*>(p.A) + row0 * kRows;
-        const int64_t stride = int64_t{p.HV} * kRows;
-        const int col = threadIdx.x % 8 * 8;
-        float b[2][4];
-        shared_f32x4(b[0], s_b + col * 4);
-        shared_f32x4(b[1], s_b + col * 4 + 16);
+        // A and A diag(b) in 16 bits: the two halves' squares, 8 columns a thread, then what joins them.
+        join_halves_first(s_L, lane, warp);
+        if (const int r = threadIdx.x / 4, col = r / 32 * 32 + threadIdx.x % 4 * 8; col / 16 <= r / 16) {
+            float x[4], xb[4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int r = threadIdx.x / 8 + 32 * i;
-            float x[4] = {}, xb[4] = {};
-            if (col <= r) {
+            for (int e = 0; e < 2; ++e) {
+                float y[4], b[4];
+                load4(y, s_L, r, 0, col + 4 * e);
+                shared_f32x4(b, s_b + (col + 4 * e) * 4);
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float y[4];
-                    load4(y, s_L, r, 0, col + 4 * e);
-#pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        const uint32_t a = pack2<T>(y[2 * j], y[2 * j + 1]);
-                        const float2 z = unpack2<T>(a);
-                        x[2 * e + j] = __uint_as_float(a);
-                        xb[2 * e + j] = __uint_as_float(pack2<T>(z.x * b[e][2 * j], z.y * b[e][2 * j + 1]));
-                    }
+                for (int j = 0; j < 2; ++j) {
+                    const uint32_t a = pack2<T>(y[2 * j], y[2 * j + 1]);
+                    const float2 z = unpack2<T>(a);
+                    x[2 * e + j] = __uint_as_float(a);
+                    xb[2 * e + j] = __uint_as_float(pack2<T>(z.x * b[2 * j], z.y * b[2 * j + 1]));
                 }
             }
-            set_shared_f32x4(s_A.at(r, 0, col), xb);
-            if (r < c.rows) store_global4(reinterpret_cast<float*>(out + r * stride + col), x[0], x[1], x[2], x[3]);
+            set_shared_f32x4(s_A.at(r, 0, col), x);
+            set_shared_f32x4(s_Ab.at(r, 0, col), xb);
+        }
+        __syncthreads();
+        float lower[4];
+        join_halves_second(lower, s_L, lane, warp);
+        const int col = warp / 2 * 8 + 2 * t;
+        const float2 b = shared_f32x2(s_b + 4 * col);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int r = 32 + warp % 2 * 16 + g;
+            const uint32_t a = pack2<T>(lower[2 * i], lower[2 * i + 1]);
+            const float2 z = unpack2<T>(a);
+            set_shared_u32(s_A.at(r, 8 * i, col), a);
+            store2(s_Ab, r, 8 * i, col, z.x * b.x, z.y * b.y);
         }
         copy_wait<0>();
     }
@@ -343,20 +364,35 @@ __global__ void __launch_bounds__(kRawThreads, KdaPrepareTile<kHead, kBackward>:
     const HeadTile x{warp < 4 ? s_k.base : s_v.base};
     const int col0 = warp % 4 * (8 * kN);
     FragB<T> f[kN][2][2];
+    FragA<T> a[10];  // of the lower triangle, by rows
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) col_b(f[n][i], x, lane, col0 + 8 * n, i);
+#pragma unroll
+    for (int m = 0; m < 4; ++m)
+#pragma unroll
+        for (int i = 0; i <= m; ++i) a[m * (m + 1) / 2 + i] = row_a(s_Ab, lane, 16 * m, i);
+    if constexpr (!kBackward) {
+        T* out = static_cast<T*>(p.A) + row0 * kRows;
+        const int64_t stride = int64_t{p.HV} * kRows;
+        const int col = threadIdx.x % 8 * 8;
+#pragma unroll
+        for (int r = threadIdx.x / 8; r < kRows; r += kRawThreads / 8) {
+            if (r >= c.rows) break;
+            float y[4] = {};
+            if (col <= r) shared_f32x4(y, s_A.at(r, 0, col));
+            store_global4(reinterpret_cast<float*>(out + r * stride + col), y[0], y[1], y[2], y[3]);
+        }
+    }
     __syncwarp();
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
         float d[kN][4] = {};
 #pragma unroll
-        for (int i = 0; i <= m; ++i) {
-            const FragA<T> a = row_a(s_A, lane, 16 * m, i);
+        for (int i = 0; i <= m; ++i)
 #pragma unroll
-            for (int n = 0; n < kN; ++n) mma(d[n], a, f[n][i / 2][i % 2]);
-        }
+            for (int n = 0; n < kN; ++n) mma(d[n], a[m * (m + 1) / 2 + i], f[n][i / 2][i % 2]);
 #pragma unroll
         for (int n = 0; n < kN; ++n)
 #pragma unroll

@@ -27,10 +27,15 @@ struct ChunkHead {
 };
 
 __device__ __forceinline__ ChunkHead chunk_head(const KdaParams& p) {
-    const unsigned entry = blockIdx.x, heads = p.HV, hv = entry % heads;
-    const KdaChunk* chunk = p.chunks + entry / heads;
-    const int head = static_cast<int>(hv);
-    return {chunk->row, entry, chunk->rows, head, p.HV == p.H ? head : head / (p.HV / p.H)};
+    const unsigned entry = blockIdx.x, heads = p.HV, hv = entry % heads, n = entry / heads;
+    const int head = static_cast<int>(hv), h = p.HV == p.H ? head : head / (p.HV / p.H);
+    if (p.cu_seqlens == nullptr) {  // as the table has it, without waiting for it
+        const unsigned per_sequence = static_cast<unsigned>((p.T + kRows - 1) / kRows), i = n % per_sequence;
+        const int64_t at = int64_t{i} * kRows, left = p.T - at;
+        return {n / per_sequence * p.T + at, entry, left < kRows ? static_cast<int>(left) : kRows, head, h};
+    }
+    const KdaChunk* chunk = p.chunks + n;
+    return {chunk->row, entry, chunk->rows, head, h};
 }
 
 // 16-byte pieces of [rows][kCols], neighbouring rows `stride` elements apart, by cp.async; zeros in the rows after.

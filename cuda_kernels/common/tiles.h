@@ -88,27 +88,30 @@ constexpr int kNarrowScans = 132;
 // chunk_kda's prepare: one CTA a chunk and value head, K = V = kHead, 16-bit.
 //
 // Forward, two CTAs of up to 128 registers a thread share a multiprocessor: the operands of three levels of pairs at a
-// time fill what its shared memory has left beside q and k, and what comes after the products of pairs lies in their
-// place. Backward has no pairs.
+// time fill what its shared memory has left beside q and k, and what comes after the products of pairs lies in the
+// place of what they are done with. Backward has no pairs.
 template <int kHead, bool kBackward>
 struct KdaPrepareTile {
     static constexpr int kBlocksPerSm = 2;
     static constexpr int kLevels = 3;  // at a time
-    static constexpr int kTile = kRows * kHead * 2;
+    static constexpr int kTile = kRows * kHead * 2, kSquare = kRows * kRows * 2;
     static constexpr int kLevel = 3 * kTile / 2;  // 32 rows of q, 32 and 32 of k
 
     static constexpr int kQ = 0;
-    static constexpr int kK = kQ + kTile;  // later b k 2^g, then w
+    static constexpr int kK = kQ + kTile;  // later k 2^g, then w
     static constexpr int kOperands = kK + kTile;
-    static constexpr int kL = kOperands;                                // [kRows][kRows] fp32, inverted in place
-    static constexpr int kAqk = kL + (kBackward ? 0 : kRows * kRows * 4);
-    static constexpr int kA = kAqk + (kBackward ? 0 : kRows * kRows * 2);  // A diag(b)
-    static constexpr int kV = kA + kRows * kRows * 2;                   // later u
-    static constexpr int kAfterV = kV + kTile;
-    static constexpr int kAfterOperands = kBackward ? 0 : kOperands + kLevels * kLevel;
-    static constexpr int kTotals = kAfterV > kAfterOperands ? kAfterV : kAfterOperands;  // [8][kHead] fp32
-    static constexpr int kPerRow = kTotals + 8 * kHead * 4;  // [kRows] fp32 each: r of q, r of k, b
-    static constexpr int kBytesTotal = kPerRow + 3 * kRows * 4;
+    static constexpr int kAb = kOperands;                         // A diag(b)
+    static constexpr int kA = kAb + kSquare;                      // forward alone
+    static constexpr int kV = kA + (kBackward ? 0 : kSquare);     // later u
+    static constexpr int kTotals = kOperands + (kBackward ? kSquare + kTile : kLevels * kLevel);  // [8][kHead] fp32
+    static constexpr int kAqk = kTotals;
+    static constexpr int kTotalsBytes = 8 * kHead * 4;
+    static constexpr int kPerRow = kTotals + (kBackward || kTotalsBytes > kSquare ? kTotalsBytes : kSquare);
+    static constexpr int kEnd = kPerRow + 3 * kRows * 4;  // [kRows] fp32 each: r of q, r of k, b
+    static constexpr bool kOverQ = kTile >= 2 * kSquare;
+    static constexpr int kL = kOverQ ? kQ : kEnd;  // [kRows][kRows] fp32, inverted in place
+    static constexpr int kBytesTotal = kEnd + (kOverQ || kBackward ? 0 : 2 * kSquare);
+    static_assert(kBackward || kV + kTile <= kTotals, "A and v fit in the operands' place");
     static_assert(kBlocksPerSm * (kBytesTotal + 1024) <= 228 * 1024, "the CTAs fit a multiprocessor");
 };
 
