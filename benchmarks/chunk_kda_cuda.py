@@ -2,7 +2,7 @@
 
     python benchmarks/chunk_kda_cuda.py --peers fla,cudnn --out benchmarks/results
     python benchmarks/chunk_kda_cuda.py --kernels             each launch of a step alone, with its bytes
-    python benchmarks/chunk_kda_cuda.py --peers fla --tune    flash-linear-attention's own tuning alone, kept on disk
+    python benchmarks/chunk_kda_cuda.py --peers fla --tune    tunes flash-linear-attention and writes fla_configs.json
 
 B1, K = V = 128 and bf16 unless a case says otherwise. Raw contract: norm of q and k, lower-bounded gate (-5) and
 sigmoid of beta in the op. Plain: normalised q and k, decays and strengths as such. Times are medians of GPU events
@@ -10,10 +10,10 @@ around whole calls, host work included, unless a column says kernel time (the su
 torch.profiler) or graph (a CUDA graph's replay). Peak: device memory beyond inputs and what was there before. Errors:
 RMS ratio against float64 at T = 512, H = 32.
 
-Peers: fla is flash-linear-attention's chunk_kda, which tunes itself here for H = 32 (its configurations are compiled on
-all cores at once) and keeps that choice for the other cases; cudnn is cuDNN frontend's Hopper engine, which serves the
-plain contract alone. A peer that cannot be imported, or fails in a case, is listed with the reason. Writes
-chunk_kda_cuda.json and .md (the tables).
+Peers: fla is flash-linear-attention's chunk_kda; its kernels take the configurations of fla_configs.json, which its own
+tuning chose at T = 8192 and H = 32 on an H200, and those that are not listed there are tuned. cudnn is cuDNN frontend's
+Hopper engine, which serves the plain contract alone. A peer that cannot be imported, or fails in a case, is listed with
+the reason. Writes chunk_kda_cuda.json and .md (the tables), anew after each case.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import argparse
 import contextlib
 import importlib
 import json
-import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton_tuning import Tuning
 
 from mindspeed_kda import chunk_kda
 from mindspeed_kda.testing.timing import copy_speed, device_name, median_time
 
 K = 128
+CONFIGS = Path(__file__).parent / "fla_configs.json"
 RAW = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
        "safe_gate": True, "lower_bound": -5.0}  # fmt: skip
 BAR = {"raw, T 8192: forward": 0.45, "raw, T 8192": 0.42, "raw, T 32768": 0.45, "packed 8 x 1024": 0.45,
@@ -66,14 +66,16 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "raw, T 2048": Case(2048),
     "raw, T 8192": Case(8192),
+    "plain, T 8192": Case(8192, plain=True),
+    "raw, T 2048": Case(2048),
     "raw, T 32768": Case(32768),
     "packed 8 x 1024": Case(8192, lengths=(1024,) * 8),
-    "raw, H 96": Case(8192, H=96, HV=96),
     "raw, heads 16 -> 32": Case(8192, H=16),
-    "plain, T 8192": Case(8192, plain=True),
+    "raw, H 96": Case(8192, H=96, HV=96),
 }
+PROBLEMS = {"raw": Case(512)} | {f"plain, {n}": Case(512, plain=True, decay=d) for n, d in DECAYS.items()}
+"""Compared with float64."""
 
 
 def leaves_of(case: Case) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
@@ -114,39 +116,6 @@ def steps(fn: Callable[..., Any], case: Case) -> tuple[Step, Step]:
 
 def native(**arguments: Any) -> Any:
     return chunk_kda(**arguments, backend="cuda")
-
-
-@contextlib.contextmanager
-def tuned_on_all_cores() -> Iterator[None]:
-    """Triton's tuning inside: compiles a kernel's configurations all at once, times each for 25 ms instead of 125, and
-    takes over the choice where the kernel was tuned for another case."""
-    import triton
-    from triton.runtime.autotuner import Autotuner
-
-    prune, bench, timed = Autotuner.prune_configs, Autotuner._bench, triton.testing.do_bench
-    waiting: dict[Any, Any] = {}  # by kernel: configurations that are not compiled yet
-
-    def pruned(self: Any, kwargs: dict[str, Any]) -> Any:
-        if self.cache:
-            return [next(iter(self.cache.values()))]
-        waiting[self] = prune(self, kwargs)
-        return waiting[self]
-
-    def compiled(self: Any, *args: Any, config: Any, **meta: Any) -> Any:
-        configs = waiting.pop(self, ())
-        with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-            for each in configs:
-                self.fn.run(*args, **{**meta, **each.all_kwargs(), "warmup": True})
-        return bench(self, *args, config=config, **meta)
-
-    def short(fn: Any, warmup: int = 25, rep: int = 100, **how: Any) -> Any:
-        return timed(fn, warmup=5, rep=20, **how)
-
-    Autotuner.prune_configs, Autotuner._bench, triton.testing.do_bench = pruned, compiled, short
-    try:
-        yield
-    finally:
-        Autotuner.prune_configs, Autotuner._bench, triton.testing.do_bench = prune, bench, timed
 
 
 def peer(name: str) -> Callable[..., Any] | str:
@@ -243,11 +212,9 @@ def measured(fn: Callable[..., Any], name: str, case: Case, seconds: dict[str, f
     return row
 
 
-def errors(contestants: dict[str, Callable[..., Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """RMS ratio of o and each gradient against float64, by problem, contestant and tensor."""
-    problems = {"raw": Case(512)} | {f"plain, {n}": Case(512, plain=True, decay=d) for n, d in DECAYS.items()}
-    out: dict[str, dict[str, dict[str, float]]] = {}
-    for problem, case in problems.items():
+def errors(contestants: dict[str, Callable[..., Any]], out: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Into ``out``: RMS ratio of o and each gradient against float64, by problem, contestant and tensor."""
+    for problem, case in PROBLEMS.items():
         leaves, other, do = leaves_of(case)
 
         def results(fn: Callable[..., Any], x: dict[str, Tensor], do: Tensor, other: dict[str, Any]) -> list[Tensor]:
@@ -269,7 +236,6 @@ def errors(contestants: dict[str, Callable[..., Any]]) -> dict[str, dict[str, di
                 n: float((a.double() - b).norm() / b.norm())
                 for n, a, b in zip(("o", *(f"d{n}" for n in leaves)), got, right, strict=True)
             }
-    return out
 
 
 def launches_of(case: Case) -> dict[str, int]:
@@ -346,7 +312,7 @@ def table(result: dict[str, Any]) -> str:
         lines += ["", f"| error, {problem} | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
         for name, e in of.items():
             lines.append(f"| {name} | {' | '.join(f'{e[n]:.1e}' for n in names)} |")
-    lines += ["", *verdicts(result)]
+    lines += ["", *(f"{n}: {reason}" for n, reason in result["missing"].items()), *verdicts(result)]
     return "\n".join(lines) + "\n"
 
 
@@ -377,28 +343,43 @@ def main() -> None:
         "errors": {},
         "seconds": {},
     }
-    with tuned_on_all_cores() if "fla" in contestants else contextlib.nullcontext():
-        if args.tune:
-            steps(contestants["fla"], Case(8192))[1]()
+    names = args.cases.split(";")
+    with contextlib.ExitStack() as stack:
+        if "fla" in contestants:
+            known = {} if args.tune else json.loads(CONFIGS.read_text(encoding="utf-8"))
+            tuning = stack.enter_context(Tuning(known))
+            if args.tune:
+                steps(contestants["fla"], Case(8192))[1]()
+                CONFIGS.write_text(json.dumps(tuning.chosen(), indent=1) + "\n", encoding="utf-8")
+                return
+            ahead = [CASES[n] for n in names] + ([] if args.no_errors else list(PROBLEMS.values()))
+            try:
+                tuning.compile_ahead([steps(contestants["fla"], case)[1] for case in ahead])
+            except Exception as error:  # they are compiled one by one then, where they are needed
+                result["missing"]["compilation ahead"] = f"{type(error).__name__}: {error}"
             torch.cuda.synchronize()
-            print(f"tuned in {time.perf_counter() - begin:.0f} s")
-            return
-        for name in args.cases.split(";"):
+            torch.cuda.empty_cache()
+            result["seconds"]["compiled ahead"] = round(time.perf_counter() - begin, 1)
+        for name in names:
             case, of = CASES[name], result["cases"].setdefault(name, {})
             for contestant, fn in contestants.items():
                 if contestant == "cudnn" and not case.plain:
                     continue
-                seconds = result["seconds"].setdefault(contestant, {})
-                of[contestant] = measured(fn, name, case, seconds)
+                of[contestant] = measured(fn, name, case, result["seconds"].setdefault(contestant, {}))
                 print(name, contestant, json.dumps(of[contestant]), flush=True)
+            save(result, args.out)
         if not args.no_errors:
-            result["errors"] = errors(contestants)
+            errors(contestants, result["errors"])
     result["seconds"]["all"] = round(time.perf_counter() - begin, 1)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "chunk_kda_cuda.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        (args.out / "chunk_kda_cuda.md").write_text(table(result), encoding="utf-8")
+    save(result, args.out)
     print(json.dumps(result, indent=1) if args.json else table(result))
+
+
+def save(result: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "chunk_kda_cuda.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (out / "chunk_kda_cuda.md").write_text(table(result), encoding="utf-8")
 
 
 if __name__ == "__main__":
