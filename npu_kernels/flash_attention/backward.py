@@ -26,6 +26,7 @@ from mindspeed_kda.npu_kernels.common import load_row, load_tile, store_row, sto
 from mindspeed_kda.npu_kernels.flash_attention.blocks import (
     LOG2E,
     decode_pair,
+    decode_task,
     load_block,
     load_line,
     power,
@@ -38,14 +39,12 @@ from mindspeed_kda.npu_kernels.flash_attention.blocks import (
 
 @triton.jit(do_not_specialize=["TQ", "TK", "MB", "n_tasks"])
 def flash_attention_bwd_kernel_preprocess(
-    do, o, r, cu_q, cu_k, TQ, TK, MB, n_tasks,
+    do, o, r, cu_q, cu_k, blocks, TQ, TK, MB, n_tasks,
     H: tl.constexpr, DV: tl.constexpr, PACKED: tl.constexpr, BM: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     for i_task in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
-        i_nh = i_task // MB
-        i_n = i_nh // H
-        i_h = i_nh - i_n * H
-        row = (i_task - i_nh * MB) * BM
+        i_n, i_h, i_m = decode_task(i_task, blocks, MB, H, PACKED, False)
+        row = i_m * BM
         begin_q, n_q, _begin_k, _n_k = decode_pair(i_n, cu_q, cu_k, TQ, TK, PACKED)
         if row < n_q:
             at_q = ((begin_q + row) * H + i_h) * DV
@@ -111,18 +110,16 @@ def _dkdv_step(b_dk, b_dv, b_k, b_v, p_k, p_v, p_q, p_do, p_lse, p_r, p_dq, row,
 
 @triton.jit(do_not_specialize=["TQ", "TK", "NB", "n_tasks", "left", "right"])
 def flash_attention_bwd_kernel_dkdv(
-    q, k, v, do, lse, r, dq, dk, dv, cu_q, cu_k, TQ, TK, NB, n_tasks, left, right, scale, factor, cap, inner,
+    q, k, v, do, lse, r, dq, dk, dv, cu_q, cu_k, blocks, TQ, TK, NB, n_tasks, left, right, scale, factor, cap, inner,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, ATOMIC: tl.constexpr, PACKED: tl.constexpr, RELOAD: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // HK
     for i_task in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
-        i_nh = i_task // NB
-        i_n = i_nh // HK
-        i_hk = i_nh - i_n * HK
         # the first keys first: with causal they are seen by the most rows
-        key = (i_task - i_nh * NB) * BN
+        i_n, i_hk, i_k = decode_task(i_task, blocks, NB, HK, PACKED, False)
+        key = i_k * BN
         begin_q, n_q, begin_k, n_k = decode_pair(i_n, cu_q, cu_k, TQ, TK, PACKED)
         if key < n_k:
             at_k = tl.cast(begin_k + key, tl.int64) * HK + i_hk
@@ -197,16 +194,14 @@ def _dq_step(b_dq, b_q, b_do, b_lse, b_r, p_q, p_do, p_k, p_v, row, key, n_q, n_
 
 @triton.jit(do_not_specialize=["TQ", "TK", "MB", "n_tasks", "left", "right"])
 def flash_attention_bwd_kernel_dq(
-    q, k, v, do, lse, r, dq, cu_q, cu_k, TQ, TK, MB, n_tasks, left, right, scale, factor, cap, inner,
+    q, k, v, do, lse, r, dq, cu_q, cu_k, blocks, TQ, TK, MB, n_tasks, left, right, scale, factor, cap, inner,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, PACKED: tl.constexpr, RELOAD: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     for i_task in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
-        i_nh = i_task // MB
-        i_n = i_nh // H
-        i_h = i_nh - i_n * H
-        row = (MB - 1 - (i_task - i_nh * MB)) * BM
+        i_n, i_h, i_m = decode_task(i_task, blocks, MB, H, PACKED, True)
+        row = i_m * BM
         begin_q, n_q, begin_k, n_k = decode_pair(i_n, cu_q, cu_k, TQ, TK, PACKED)
         if row < n_q:
             at_q = tl.cast(begin_q + row, tl.int64) * H + i_h

@@ -34,6 +34,24 @@ def decode_pair(i_n, cu_q, cu_k, TQ, TK, PACKED: tl.constexpr):
 
 
 @triton.jit
+def decode_task(i_task, blocks, NB, H: tl.constexpr, PACKED: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """Sequence, head and block within the sequence of a task, blocks innermost. NB: blocks of a sequence, or of all
+    packed ones, for which ``blocks`` lists (sequence, block); a surplus row names a block past its sequence's end."""
+    i_x = i_task // NB
+    i_b = i_task - i_x * NB
+    if LAST_FIRST:
+        i_b = NB - 1 - i_b
+    if PACKED:
+        i_h = i_x
+        i_n = tl.cast(tl.load(blocks + 2 * i_b), tl.int32)
+        i_b = tl.cast(tl.load(blocks + 2 * i_b + 1), tl.int32)
+    else:
+        i_n = i_x // H
+        i_h = i_x - i_n * H
+    return i_n, i_h, i_b
+
+
+@triton.jit
 def row_offset(i_n, i_h, begin_q, row, TQ, H: tl.constexpr, PACKED: tl.constexpr):
     """Where row ``row`` of a sequence stands in [B, H, TQ], int64. Packed calls have one batch."""
     if PACKED:

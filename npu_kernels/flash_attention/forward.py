@@ -22,6 +22,7 @@ from mindspeed_kda.npu_kernels.common import load_tile, store_row, store_tile
 from mindspeed_kda.npu_kernels.flash_attention.blocks import (
     LN2,
     decode_pair,
+    decode_task,
     load_block,
     power,
     row_offset,
@@ -62,17 +63,15 @@ def _step(b_o, b_l, b_m, b_q, p_q, p_k, p_v, row, key, n_q, n_k, left, right, fa
 
 @triton.jit(do_not_specialize=["TQ", "TK", "MB", "n_tasks", "left", "right"])
 def flash_attention_fwd_kernel(
-    q, k, v, o, lse, cu_q, cu_k, TQ, TK, MB, n_tasks, left, right, factor, cap, inner,
+    q, k, v, o, lse, cu_q, cu_k, blocks, TQ, TK, MB, n_tasks, left, right, factor, cap, inner,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, PACKED: tl.constexpr, RELOAD: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     for i_task in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
-        i_nh = i_task // MB
-        i_n = i_nh // H
-        i_h = i_nh - i_n * H
         # the last rows first: with causal they see the most keys
-        row = (MB - 1 - (i_task - i_nh * MB)) * BM
+        i_n, i_h, i_m = decode_task(i_task, blocks, MB, H, PACKED, True)
+        row = i_m * BM
         begin_q, n_q, begin_k, n_k = decode_pair(i_n, cu_q, cu_k, TQ, TK, PACKED)
         if row < n_q:
             at_q = tl.cast(begin_q + row, tl.int64) * H + i_h

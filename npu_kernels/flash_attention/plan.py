@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_kda.chunks import cdiv
+from mindspeed_kda.chunks import cdiv, chunk_indices, max_chunks
 from mindspeed_kda.contracts.flash_attention import FlashAttentionCall, FlashAttentionGrads, output_shapes
 from mindspeed_kda.npu_kernels import tiling
 from mindspeed_kda.npu_kernels.flash_attention.specs import ATOMIC, STAGES, Sizes, constants
@@ -43,16 +43,21 @@ def _launch(call: FlashAttentionCall, name: str, tensors: dict[str, Any], atomic
     c, stage, sizes = call, STAGES[name], sizes_of(call)
     tile, fixed = sizes.tile(ATOMIC if atomic else name), constants(sizes, name, atomic)
     keys = name == "attention_dkdv"
-    blocks = cdiv(c.TK, tile.BN) if keys else cdiv(c.TQ, tile.BM)
-    sequences = c.B if c.cu_seqlens_q is None else c.cu_seqlens_q.shape[0] - 1
-    tasks = sequences * blocks * (c.HK if keys else c.H)
+    cu, tokens, side = (c.cu_seqlens_k, c.TK, tile.BN) if keys else (c.cu_seqlens_q, c.TQ, tile.BM)
+    table = None
+    if cu is None:
+        blocks, batches = cdiv(tokens, side), c.B
+    else:  # the most blocks that the shapes allow; which ones they are stays on the device
+        blocks, batches = max_chunks(tokens, cu.shape[0] - 1, side), 1
+        table = chunk_indices(cu, side, blocks)
+    tasks = batches * blocks * (c.HK if keys else c.H)
     far = c.TQ + c.TK  # no window reaches further, and 32 bits hold it
     base = 1.0 if c.dtype == torch.float32 else math.log2(math.e)  # blocks.power
     values = {
-        "cu_q": c.cu_seqlens_q, "cu_k": c.cu_seqlens_k, "TQ": c.TQ, "TK": c.TK, "MB": blocks, "NB": blocks,
-        "n_tasks": tasks, "left": min(c.left or 0, far), "right": min(c.right or 0, far), "scale": c.scale,
-        "factor": c.scale * base, "cap": c.softcap * base, "inner": c.scale / (c.softcap or 1.0), "dq": None,
-        **tensors,
+        "cu_q": c.cu_seqlens_q, "cu_k": c.cu_seqlens_k, "blocks": table, "TQ": c.TQ, "TK": c.TK,
+        "MB": blocks, "NB": blocks, "n_tasks": tasks, "left": min(c.left or 0, far), "right": min(c.right or 0, far),
+        "scale": c.scale, "factor": c.scale * base, "cap": c.softcap * base, "inner": c.scale / (c.softcap or 1.0),
+        "dq": None, **tensors,
     }  # fmt: skip
     args = {n: values[n] for n in stage.arguments if n not in fixed}
     launch(stage.kernel, c.device, tasks, args, stage.pick(fixed), tile, cube=stage.cube, persistent=False)

@@ -57,7 +57,7 @@ def types(sizes: Sizes, stage: str) -> dict[str, str | None]:
     """Triton's type of every run-time argument of a stage by name; None for an absent tensor."""
     out: dict[str, str | None] = dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv"), f"*{sizes.main}")
     out |= dict.fromkeys(("lse", "r"), "*fp32")
-    out |= dict.fromkeys(("cu_q", "cu_k"), f"*{sizes.index}" if sizes.index else None)
+    out |= dict.fromkeys(("cu_q", "cu_k", "blocks"), f"*{sizes.index}" if sizes.index else None)
     out |= dict.fromkeys(("TQ", "TK", "MB", "NB", "n_tasks", "left", "right"), "i32")
     out |= dict.fromkeys(("scale", "factor", "cap", "inner"), "fp32")
     if stage == "attention_dkdv":

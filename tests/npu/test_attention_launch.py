@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -71,16 +72,23 @@ def test_every_launch_is_one_that_the_gate_compiles(variant, lengths, determinis
         assert grid == (min(cores, given["n_tasks"]),)
 
 
-def test_tasks_cover_all_rows_and_keys(recorded):
-    call = call_of([0, 9, 12], **OPTIONS["causal"])
+@pytest.mark.parametrize("lengths", [None, [0, 9, 9, 290]], ids=["dense", "packed"])
+def test_tasks_cover_all_rows_and_keys_once(lengths, recorded):
+    call = call_of(lengths, **OPTIONS["causal"])
     o, lse = plan.forward(call)
     plan.backward(call, o, lse, o)
     for name, _, given in recorded:
         keys = name.endswith("dkdv")
         tile = tiling.attention_tile("npu", 16, 60, 100, NAMES[name], True)
-        blocks = -(-300 // (tile.BN if keys else tile.BM))
-        assert given["n_tasks"] == 2 * blocks * (gate.HK if keys else gate.H)
-        assert given["NB" if keys else "MB"] == blocks
+        side, blocks = tile.BN if keys else tile.BM, given["NB" if keys else "MB"]
+        assert given["n_tasks"] == blocks * (gate.HK if keys else gate.H)
+        if lengths is None:
+            assert blocks == -(-300 // side)
+            continue
+        assert blocks <= 300 // side + 3
+        sizes = [b - a for a, b in itertools.pairwise(lengths)]
+        listed = [(n, i) for n, i in given["blocks"].tolist() if i * side < sizes[n]]
+        assert listed == [(n, i) for n, size in enumerate(sizes) for i in range(-(-size // side))]
 
 
 def test_a_window_wider_than_any_sequence_fits_32_bits(recorded):
