@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -72,7 +74,8 @@ def chunk_kda_bwd_wy_dqkg_fused(
 
     With float64 inputs, float32 above reads float64. ``scale=None`` means K^-0.5. dg is the gradient of the
     **natural-log** chunk cumsum, before the reverse cumsum. Tokens at or beyond ``cu_seqlens[-1]`` get exact zeros.
-    Inputs may have any strides and are never written; results repeat bit for bit.
+    Inputs may have any strides and are never written; results repeat bit for bit. Float32 outputs may share one
+    allocation, which lives as long as any of them.
 
     ``backend`` names the backend ("torch", "triton", "cuda"); None takes ``use_backend``, then
     ``MINDSPEED_KDA_BACKEND``, then the best that can run the call.
@@ -87,6 +90,12 @@ def chunk_kda_bwd_wy_dqkg_fused(
                 scale, cu_seqlens, chunk_size, chunk_indices, state_v_first, backend,
             )
         )  # fmt: skip
+    arguments = (q, k, v, v_new, g, beta, A, h, do, dh, dv, cu_seqlens, chunk_indices, scale, chunk_size, state_v_first)
+    if wy_dqkg.plain(*arguments):
+        repeat = REGISTRY.repeat(wy_dqkg.OP, q.device.type, backend)
+        grads = None if repeat is None else repeat(*arguments)
+        if grads is not None:
+            return cast(WyDqkgGrads, grads)
     call = wy_dqkg.check(
         q, k, v, v_new, g, beta, A, h, do, dh, dv, scale, cu_seqlens, chunk_size, chunk_indices, state_v_first
     )

@@ -33,6 +33,8 @@ class Backend:
     is called only once ``supports`` said yes. ``priority`` maps a device type (``"npu"``, ``"cuda"``, ``"cpu"``, or
     ``"*"`` for all) to a rank for automatic choice, highest first; a device that is absent means: by name only.
     ``available()`` answers None or why this machine can never run it, without a call (for ``doctor``).
+    ``repeat(*arguments)``, where there is one, serves a call whose checks and predicate would say what they said to one
+    that it has served, at a fraction of their price, and answers None to any other.
     """
 
     op: str
@@ -41,6 +43,7 @@ class Backend:
     load: Callable[[], Any]
     available: Callable[[], str | None] = lambda: None
     priority: Mapping[str, int] = field(default_factory=dict)
+    repeat: Callable[..., Any] | None = None
 
     def rank(self, device_type: str) -> int | None:
         return self.priority.get(device_type, self.priority.get(ANY_DEVICE))
@@ -63,6 +66,9 @@ class Choice(NamedTuple):
 
     backend: Backend
     rejected: tuple[Rejection, ...]
+
+
+_NONE: dict[Any, Any] = {}
 
 
 class Registry:
@@ -128,6 +134,15 @@ class Registry:
             self._log_once(op, choice)
         return choice.backend
 
+    def repeat(self, op: str, device_type: str, request: str | None = None) -> Callable[..., Any] | None:
+        """``Backend.repeat`` of the backend that ``choose`` would ask first; None: check, and choose."""
+        requested = current_request(request)
+        if requested is None:
+            backend = self._best.get((op, device_type))
+        else:
+            backend = self._backends.get(op, _NONE).get(requested)
+        return None if backend is None else backend.repeat
+
     def _log_once(self, op: str, choice: Choice) -> None:
         key = (op, choice.backend.name, choice.rejected)
         with self._lock:
@@ -180,7 +195,7 @@ def _requested(argument: str | None) -> tuple[str | None, str]:
     inside = _context.get()
     if inside is not None:
         return inside, "use_backend"
-    return config.BACKEND.read() or None, config.BACKEND.name
+    return (config.BACKEND.read() or None) if config.BACKEND.given() else None, config.BACKEND.name
 
 
 def select(

@@ -51,14 +51,18 @@ class OnDevice {
 };
 
 template <size_t kRank>
-inline Tensor empty(const int64_t (&sizes)[kRank], int32_t dtype, int32_t device) {
+inline AtenTensorHandle empty_handle(const int64_t (&sizes)[kRank], int32_t dtype, int32_t device) {
     int64_t strides[kRank];
     int64_t n = 1;
     for (size_t i = kRank; i-- > 0; n *= sizes[i] > 0 ? sizes[i] : 1) strides[i] = n;
     AtenTensorHandle out = nullptr;
     STABLE_TORCH_ERROR_CODE_CHECK(
         aoti_torch_empty_strided(kRank, sizes, strides, dtype, aoti_torch_device_type_cuda(), device, &out));
-    return Tensor(out);
+    return out;
+}
+template <size_t kRank>
+inline Tensor empty(const int64_t (&sizes)[kRank], int32_t dtype, int32_t device) {
+    return Tensor(empty_handle(sizes, dtype, device));
 }
 
 inline const void* pointer(const Tensor& t, const char* name, bool& aligned) {

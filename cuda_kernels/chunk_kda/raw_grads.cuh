@@ -21,8 +21,6 @@ __device__ __forceinline__ void copy_image(const Tile<T, kCols>& s, const void* 
         copy16_async(s.base + (threadIdx.x + i * kRawThreads) * 16, src + i * kRawThreads * 8, true);
 }
 
-__device__ __forceinline__ float shared_f32(uint32_t a) { return __uint_as_float(shared_u32(a)); }
-
 // The chunk and head as thread 0 wrote it, so that it need not stay in registers.
 __device__ __forceinline__ void keep(uint32_t a, const ChunkHead& c) {
     set_shared_u32(a, static_cast<uint32_t>(c.row));

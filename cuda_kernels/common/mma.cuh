@@ -11,6 +11,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "device.cuh"
 
 namespace kda {
@@ -203,6 +205,16 @@ __device__ __forceinline__ void mma(float (&d)[4], const FragA<float>& a, const 
     mma_tf32(d, a.lo, b.r);
     mma_tf32(d, a.r, b.lo);
     mma_tf32(d, a.r, b.r);
+}
+
+// d += a b, or a b alone, over 16 indices; see wgmma_operand. a and b: addresses in shared memory.
+template <class T, bool kTransA, bool kTransB, int kN>
+__device__ __forceinline__ void wgmma(float (&d)[kN], uint32_t a, uint32_t b, bool add) {
+    if constexpr (std::is_same_v<T, half>) {
+        wgmma_f16<kTransA, kTransB>(d, wgmma_operand(a), wgmma_operand(b), add);
+    } else {
+        wgmma_bf16<kTransA, kTransB>(d, wgmma_operand(a), wgmma_operand(b), add);
+    }
 }
 
 }  // namespace kda

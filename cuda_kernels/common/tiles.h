@@ -25,6 +25,9 @@ struct WyTile {
     // an fp32 state; two elsewhere, which measures better than four.
     template <int kStateBytes>
     static constexpr int kStateDepth = kBytes == 2 && kStateBytes == 4 ? 4 : 2;
+    // CTA i of the first that find a multiprocessor of their own starts i times as many cycles late: in step, all would
+    // load, then all compute while memory rests.
+    static constexpr int kStartStep = kBlocksPerSm == 1 ? 60 : 0;
     // Groups of 16 rows of g in flight per lane.
     static constexpr int kGroupsAhead = kBytes == 2 ? 4 : 2;
     // q and k by cp.async with the other tiles, each where dw and kg of its pass go later; in fp32, where shared memory

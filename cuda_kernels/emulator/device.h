@@ -15,7 +15,7 @@
 
 namespace kda {
 
-extern uint3 threadIdx, blockIdx;  // of the thread that runs
+extern uint3 threadIdx, blockIdx, gridDim;  // of the thread that runs
 extern char smem[];                // shared memory of the CTA that runs
 
 namespace emulator {
@@ -33,6 +33,12 @@ void ldmatrix(uint32_t* (&x)[4], uint32_t a, bool trans);
 void mma_f16(float* d, const uint32_t* a, const uint32_t* b);
 void mma_bf16(float* d, const uint32_t* a, const uint32_t* b);
 void mma_tf32(float* d, const uint32_t* a, const uint32_t* b);
+void wgmma(float* d, int n, uint64_t a, uint64_t b, bool add, bool bf16, bool trans_a, bool trans_b);
+void wgmma_fence();
+void wgmma_commit();
+void wgmma_wait();
+void fence_async_proxy();
+extern int multiprocessors;  // for kernels of sm_90a; 0: those are not to run
 cudaError_t launch(int64_t blocks, int threads, int shared, void (*thread)(const void*), const void* p);
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
@@ -108,6 +114,9 @@ inline size_t __cvta_generic_to_shared(const void* p) { return static_cast<const
 inline int forget(int x) { return x; }
 
 inline uint32_t shared_u32(uint32_t a) { return emulator::load<uint32_t>(a); }
+inline float shared_f32(uint32_t a) { return emulator::load<float>(a); }
+inline void shared_u32x2(uint32_t (&x)[2], uint32_t a) { std::memcpy(x, emulator::shared(a, 8, false), 8); }
+inline void shared_u32x4(uint32_t (&x)[4], uint32_t a) { std::memcpy(x, emulator::shared(a, 16, false), 16); }
 inline int64_t shared_i64(uint32_t a) { return emulator::load<int64_t>(a); }
 inline float2 shared_f32x2(uint32_t a) { return emulator::load<float2>(a); }
 inline void shared_f32x4(float (&x)[4], uint32_t a) { std::memcpy(x, emulator::shared(a, 16, false), 16); }
@@ -115,6 +124,8 @@ inline void set_shared_f32x2(uint32_t a, float x, float y) { emulator::store(a, 
 inline void set_shared_f32x4(uint32_t a, const float (&x)[4]) { std::memcpy(emulator::shared(a, 16, true), x, 16); }
 inline void set_shared_f32(uint32_t a, float x) { emulator::store(a, x); }
 inline void set_shared_u32(uint32_t a, uint32_t x) { emulator::store(a, x); }
+inline void set_shared_u32x2(uint32_t a, uint32_t x, uint32_t y) { emulator::store(a, make_uint2(x, y)); }
+inline void set_shared_i64(uint32_t a, int64_t x) { emulator::store(a, x); }
 inline void set_shared_u16(uint32_t a, uint16_t x) { emulator::store(a, x); }
 
 inline void ldmatrix(uint32_t& x0, uint32_t& x1, uint32_t& x2, uint32_t& x3, uint32_t a) {
@@ -129,6 +140,25 @@ inline void ldmatrix_trans(uint32_t& x0, uint32_t& x1, uint32_t& x2, uint32_t& x
 inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { emulator::mma_f16(d, a, b); }
 inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { emulator::mma_bf16(d, a, b); }
 inline void mma_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { emulator::mma_tf32(d, a, b); }
+
+inline uint64_t wgmma_operand(uint32_t a) {
+    constexpr uint64_t kStep = 1024 >> 4;
+    return uint64_t{1} << 62 | kStep << 32 | kStep << 16 | (a & 0x3ffff) >> 4;
+}
+template <bool kTransA, bool kTransB, int kN>
+void wgmma_f16(float (&d)[kN], uint64_t a, uint64_t b, bool add) {
+    emulator::wgmma(d, 2 * kN, a, b, add, false, kTransA, kTransB);
+}
+template <bool kTransA, bool kTransB, int kN>
+void wgmma_bf16(float (&d)[kN], uint64_t a, uint64_t b, bool add) {
+    emulator::wgmma(d, 2 * kN, a, b, add, true, kTransA, kTransB);
+}
+inline void wgmma_fence() { emulator::wgmma_fence(); }
+inline void wgmma_commit() { emulator::wgmma_commit(); }
+inline void wgmma_wait() { emulator::wgmma_wait(); }
+template <int kN>
+void wgmma_done(float (&)[kN]) {}
+inline void fence_async_proxy() { emulator::fence_async_proxy(); }
 
 inline void copy16_async(uint32_t dst, const void* src, bool valid) { emulator::copy16(dst, src, valid); }
 inline void copy_commit() { emulator::commit(); }
@@ -153,6 +183,8 @@ inline void global_f32x2(float (&x)[2], const float* p) {
     emulator::check_aligned<8>(p);
     std::memcpy(x, p, 8);
 }
+inline int multiprocessors() { return 1; }
+inline void idle(int) {}
 inline float exp2_fast(float x) {
     const float y = exp2f(x);
     return y < FLT_MIN ? 0.f : y;  // results below the normal numbers are flushed; NaN stays
@@ -166,6 +198,11 @@ inline float reciprocal_fast(float x) {
 inline int shared_limit() { return emulator::shared_limit; }
 
 inline float reciprocal_sqrt_fast(float x) { return 1.f / sqrtf(x); }
+
+template <auto kKernel>
+int hopper_multiprocessors() {
+    return emulator::multiprocessors;
+}
 
 template <auto kKernel, class Params>
 cudaError_t launch_kernel(int64_t blocks, int threads, int shared, cudaStream_t, const Params& p) {

@@ -118,8 +118,14 @@ class Emulated:
             if theirs != ctypes.sizeof(mirror):
                 raise RuntimeError(f"{mirror.__name__}: expected {theirs} bytes, got {ctypes.sizeof(mirror)} here")
 
-    def wy_dqkg(self, call: WyDqkgCall, schedule: int = FORWARD, aligned: bool | None = None) -> WyDqkgGrads:
-        """One call. ``aligned``: None asks the pointers, as the binding does; False takes the general instance."""
+    def wy_dqkg(
+        self, call: WyDqkgCall, schedule: int = FORWARD, aligned: bool | None = None, hopper: int = 0
+    ) -> WyDqkgGrads:
+        """One call. ``aligned``: None asks the pointers, as the binding does; False takes the general instance.
+
+        ``hopper``: multiprocessors of the Hopper GPU to be, whose own kernel then serves what it can; 0: an older one.
+        """
+        self.library.kda_emulator_hopper(hopper)
         with _Memory(self.library) as memory:
             p = WyParams()
             pointers = []

@@ -31,9 +31,9 @@
 
 namespace kda {
 
-uint3 threadIdx, blockIdx;
+uint3 threadIdx, blockIdx, gridDim;
 constexpr int kSharedBytes = 232448;  // the most that a block can have on sm_90
-alignas(128) char smem[kSharedBytes];
+alignas(1024) char smem[kSharedBytes];
 
 namespace emulator {
 
@@ -52,6 +52,10 @@ struct Copy {
     bool valid;
     int group;
 };
+struct Sum {  // of a wgmma not yet waited for
+    float* d;
+    float value;
+};
 struct Fiber {
     jmp_buf at;
     ucontext_t context;
@@ -59,6 +63,9 @@ struct Fiber {
     bool started;
     int group;  // of the next cp.async
     std::vector<Copy> copies;
+    std::vector<uint32_t> unfenced;  // cells written since this thread's last fence_async_proxy
+    std::vector<Sum> sums;
+    bool fenced, committed;  // wgmma_fence since the last wait; no wgmma since the last commit
 };
 using WarpWork = void (*)(void* const* lanes);
 struct Warp {
@@ -75,6 +82,7 @@ struct Access {
 };
 struct Cell {
     Access read, written;
+    bool unfenced;  // by its last writer
 };
 constexpr int kWholeWarp = kMaxThreads;
 
@@ -97,6 +105,7 @@ void yield();
 void thread_main() {
     kernel(params);
     if (!fibers[current].copies.empty()) fail("cp.async still on its way at the end of a thread");
+    if (!fibers[current].sums.empty()) fail("wgmma still on its way at the end of a thread");
     Fiber& f = fibers[current];
     f.state = kDone;
     --warps[current / 32].ready;
@@ -273,6 +282,57 @@ void mma_work(void* const* lanes) {
         }
 }
 
+// One warp's 16 rows of a warpgroup's product.
+struct GroupProduct {
+    float* d;
+    int n;
+    uint64_t a, b;
+    bool add, bf16, trans_a, trans_b;
+};
+float wgmma_value(const GroupProduct& p, bool of_b, int i, int k) {
+    const uint64_t descriptor = of_b ? p.b : p.a;
+    if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0) fail("wgmma: expected the 128-byte swizzle and no offset");
+    const uint32_t start = (descriptor & 0x3fff) << 4, next = (descriptor >> 32 & 0x3fff) << 4;
+    const uint32_t at = (of_b ? p.trans_b : p.trans_a) ? start + k / 8 * next + k % 8 * 128 + i * 2
+                                                       : start + i / 8 * next + i % 8 * 128 + k * 2;
+    const uint32_t a = at ^ (at >> 7 & 7) << 4;
+    uint16_t bits;
+    std::memcpy(&bits, checked(a, 2), 2);
+    if (cells[a / kCell].unfenced) fail("wgmma reads shared byte %u, written without fence_async_proxy since", a);
+    touch(a, 2, false, kWholeWarp + current / 32);
+    return p.bf16 ? bf16_bits(bits) : half_bits(bits);
+}
+void wgmma_work(void* const* lanes) {
+    const GroupProduct& p = *static_cast<const GroupProduct*>(lanes[0]);
+    float a[16][16];
+    std::vector<float> b(16 * p.n);
+    const int row0 = current / 32 % 4 * 16;
+    for (int i = 0; i < 16; ++i)
+        for (int k = 0; k < 16; ++k) a[i][k] = wgmma_value(p, false, row0 + i, k);
+    for (int j = 0; j < p.n; ++j)
+        for (int k = 0; k < 16; ++k) b[16 * j + k] = wgmma_value(p, true, j, k);
+    for (int l = 0; l < 32; ++l) {
+        const GroupProduct& q = *static_cast<const GroupProduct*>(lanes[l]);
+        if (q.n != p.n || q.a != p.a || q.b != p.b || q.add != p.add) fail("wgmma: lanes of a warp disagree");
+        std::vector<Sum>& sums = fibers[current / 32 * 32 + l].sums;
+        for (int e = 0; e < p.n / 2; ++e) {
+            const int i = l / 4 + e / 2 % 2 * 8, j = e / 4 * 8 + l % 4 * 2 + e % 2;
+            double x = 0;
+            for (int k = 0; k < 16; ++k) x += static_cast<double>(a[i][k]) * b[16 * j + k];
+            Sum* sum = nullptr;
+            for (Sum& s : sums)
+                if (s.d == q.d + e) sum = &s;
+            if (sum == nullptr) {
+                sums.push_back({q.d + e, q.d[e]});
+                sum = &sums.back();
+            }
+            sum->value = static_cast<float>(p.add ? sum->value + x : x);
+            const uint32_t nan = ~0u;
+            std::memcpy(q.d + e, &nan, 4);  // until the wait
+        }
+    }
+}
+
 struct Shuffle {
     uint64_t x;
     int from;
@@ -296,10 +356,38 @@ void fail(const char* format, ...) {
     siglongjmp(host, 1);
 }
 
+int multiprocessors = 0;
+
 char* shared(uint32_t a, int bytes, bool write) {
     char* p = checked(a, bytes);
     touch(a, bytes, write, current);
+    if (write && multiprocessors > 0)
+        for (uint32_t i = a / kCell; i < (a + bytes + kCell - 1) / kCell; ++i) {
+            cells[i].unfenced = true;
+            fibers[current].unfenced.push_back(i);
+        }
     return p;
+}
+void fence_async_proxy() {
+    for (uint32_t i : fibers[current].unfenced)
+        if (cells[i].written.thread == current) cells[i].unfenced = false;
+    fibers[current].unfenced.clear();
+}
+void wgmma(float* d, int n, uint64_t a, uint64_t b, bool add, bool bf16, bool trans_a, bool trans_b) {
+    static const char* name = "wgmma";
+    if (!fibers[current].fenced) fail("wgmma without wgmma_fence");
+    fibers[current].committed = false;
+    GroupProduct p{d, n, a, b, add, bf16, trans_a, trans_b};
+    warp_operation(name, &p, wgmma_work);
+}
+void wgmma_fence() { fibers[current].fenced = true; }
+void wgmma_commit() { fibers[current].committed = true; }
+void wgmma_wait() {
+    Fiber& f = fibers[current];
+    if (!f.committed) fail("wgmma_wait before wgmma_commit");
+    for (const Sum& s : f.sums) *s.d = s.value;
+    f.sums.clear();
+    f.fenced = false;
 }
 
 void copy16(uint32_t dst, const void* src, bool valid) {
@@ -372,10 +460,11 @@ cudaError_t launch(int64_t blocks, int threads, int bytes, void (*thread)(const 
     if (stacks == nullptr)
         stacks = static_cast<char*>(mmap(nullptr, static_cast<size_t>(kMaxThreads) * kStackBytes, PROT_READ | PROT_WRITE,
                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    gridDim.x = static_cast<unsigned>(blocks);
     n_threads = threads, shared_bytes = bytes, kernel = thread, params = p;
     for (int i = 0; i < threads; ++i) {
         Fiber& f = fibers[i];
-        f.copies.clear();
+        f.copies.clear(), f.unfenced.clear(), f.sums.clear();
         getcontext(&f.context);
     }
     static char alternate[64 << 10];
@@ -392,11 +481,12 @@ cudaError_t launch(int64_t blocks, int threads, int bytes, void (*thread)(const 
         for (volatile int64_t n = 0; n < blocks; n = n + 1) {
             blockIdx.x = static_cast<unsigned>(schedule == 0 ? n : blocks - 1 - n);
             std::memset(smem, 0xff, sizeof(smem));
+            for (Cell& c : cells) c.unfenced = false;
             ++epoch;
             live = threads, in_barrier = 0;
             for (int i = 0; i < threads; ++i) {
                 Fiber& f = fibers[i];
-                f.state = kReady, f.started = false, f.group = 0;
+                f.state = kReady, f.started = false, f.group = 0, f.fenced = f.committed = false;
                 f.context.uc_stack.ss_sp = stacks + static_cast<size_t>(i) * kStackBytes;
                 f.context.uc_stack.ss_size = kStackBytes;
                 f.context.uc_link = nullptr;

@@ -7,6 +7,10 @@
 
 namespace kda {
 
+namespace emulator {
+extern int multiprocessors;
+}
+
 // Weak: a library may hold one main dtype or one kernel alone.
 __attribute__((weak)) cudaError_t launch_f16(const WyParams& p, bool aligned, cudaStream_t stream);
 __attribute__((weak)) cudaError_t launch_bf16(const WyParams& p, bool aligned, cudaStream_t stream);
@@ -40,6 +44,9 @@ struct Stage {
 }  // namespace kda
 
 extern "C" {
+
+// How many multiprocessors kernels of sm_90a shall find; 0: the general ones run.
+void kda_emulator_hopper(int multiprocessors) { kda::emulator::multiprocessors = multiprocessors; }
 
 size_t kda_emulator_wy_params_bytes() { return sizeof(kda::WyParams); }
 

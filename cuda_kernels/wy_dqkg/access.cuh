@@ -18,13 +18,42 @@ __device__ __forceinline__ int64_t index_at(const void* p, bool is_i64, int64_t 
     return is_i64 ? static_cast<const int64_t*>(p)[i] : static_cast<const int32_t*>(p)[i];
 }
 
-// Chunk i_chunk of packed sequences; without chunk_indices the CTA scans the sequences, kThreads at a time.
-template <int kThreads>
+// Chunk i_chunk of packed sequences; without chunk_indices the CTA scans the sequences, kThreads at a time. kFew: where
+// they are few, each warp does so for itself.
+template <int kThreads, bool kFew>
 __device__ __forceinline__ Span packed_span(const WyParams& p, int64_t i_chunk, int64_t* scratch) {
     int64_t i_n = -1, i_c = 0;
     if (p.chunk_indices != nullptr) {
         i_n = index_at(p.chunk_indices, p.indices_i64, 2 * i_chunk);
         i_c = index_at(p.chunk_indices, p.indices_i64, 2 * i_chunk + 1);
+    } else if (kFew && p.N <= 128) {
+        const int lane = threadIdx.x % 32;
+        int64_t before = 0;
+        for (int n0 = 0; n0 < p.N && i_n < 0; n0 += 32) {
+            const int n = n0 + lane;
+            int64_t count = 0;
+            if (n < p.N) {
+                const int64_t len = index_at(p.cu_seqlens, p.cu_i64, n + 1) - index_at(p.cu_seqlens, p.cu_i64, n);
+                count = (len + p.BT - 1) / p.BT;
+            }
+            int64_t end = before + count;
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) {
+                const int64_t x = __shfl_up_sync(~0u, end, d);
+                if (lane >= d) end += x - before;
+            }
+            // Of the lane whose sequence has the chunk: its number, which those before it have not reached.
+            int reached = i_chunk >= end;
+#pragma unroll
+            for (int d = 1; d < 32; d *= 2) reached += __shfl_xor_sync(~0u, reached, d);
+            if (reached < 32) {
+                const int64_t first = __shfl_sync(~0u, end - count, reached);
+                i_n = n0 + reached;
+                i_c = i_chunk - first;
+            }
+            before = __shfl_sync(~0u, end, 31);
+        }
+        if (i_n >= p.N) i_n = -1;
     } else {
         constexpr int kWarps = kThreads / 32;
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -71,10 +100,10 @@ __device__ __forceinline__ Span packed_span(const WyParams& p, int64_t i_chunk, 
     return {start, static_cast<int>(rows < 0 ? 0 : rows < p.BT ? rows : p.BT)};
 }
 
-// Zeros in the outputs of tokens that belong to no sequence; the CTAs of a head share them.
+// Zeros in the outputs of tokens from `first` on, which belong to no sequence; the chunks of a head share them.
 template <class T, int kThreads>
-__device__ __forceinline__ void zero_unused_tokens(const WyParams& p, int64_t i_chunk, int hv) {
-    for (int64_t t = index_at(p.cu_seqlens, p.cu_i64, p.N) + i_chunk; t < p.T; t += p.NT > 0 ? p.NT : 1) {
+__device__ __forceinline__ void zero_unused_tokens(const WyParams& p, int64_t first, int64_t i_chunk, int hv) {
+    for (int64_t t = first + i_chunk; t < p.T; t += p.NT > 0 ? p.NT : 1) {
         const int64_t row = t * p.HV + hv;
         for (int i = threadIdx.x; i < p.K; i += kThreads) {
             p.dq[row * p.K + i] = 0.f;
@@ -260,21 +289,6 @@ __device__ __forceinline__ void add_db(float* sums, const float (&part)[kMT][2],
             float* to = sums + 16 * m + 8 * i + g;
             if (t == 0) *to = first ? s : *to + s;
         }
-}
-
-// One step of rows m0 .. m0 + 15 of the first tile times rows n0 .. of the second, `tiles` groups of 16 of those.
-template <class T, class Rows, class Columns>
-__device__ __forceinline__ void add_part(float (&acc)[4][4], const Rows& s_rows, const Columns& s_cols, int lane,
-                                         int m0, int n0, int tiles, int i) {
-    const FragA<T> a = row_a(s_rows, lane, m0, i);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-        if (n == tiles) break;
-        FragB<T> b[2];
-        row_b(b, s_cols, lane, n0 + 16 * n, i);
-        mma(acc[2 * n], a, b[0]);
-        mma(acc[2 * n + 1], a, b[1]);
-    }
 }
 
 }  // namespace kda

@@ -17,7 +17,7 @@
 // Fixed order of every sum, no atomics. Rounded to 16 bits: h, dh (of fp32) for the products, dw, kg, M, M A^T, dv_out.
 #pragma once
 
-#include "access.cuh"
+#include "lower.cuh"
 
 namespace kda {
 
@@ -25,19 +25,27 @@ template <class T, class S, int kHeadK, int kHeadV, bool kExact>
 __global__ void __launch_bounds__(WyTile<sizeof(T), kHeadK, kHeadV>::kThreads,
                                   kExact ? WyTile<sizeof(T), kHeadK, kHeadV>::kBlocksPerSm : 1)
     wy_dqkg_kernel(const __grid_constant__ WyParams p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if constexpr (sizeof(T) == 2 && kHeadK == 128 && kExact) {  // hopper.cuh serves these there
+        __trap();
+        return;
+    }
+#endif
     using Cfg = WyTile<sizeof(T), kHeadK, kHeadV>;
     constexpr int kN = Cfg::kTilesN, kThreads = Cfg::kThreads, kWarps = Cfg::kWarps;
     constexpr int kMT = kRows / 16;
     constexpr int kStep = 32 / sizeof(T);  // reduction indices of a step
     constexpr int kVSteps = kHeadV / kStep, kVBlocks = kVSteps / 2, kCSteps = kRows / kStep;
-    constexpr int kPassSteps = Cfg::kPassColumns / kStep;
     constexpr int kWanted = Cfg::template kStateDepth<sizeof(S)>, kDepth = kWanted < kVBlocks ? kWanted : kVBlocks;
     static_assert(kVBlocks % kDepth == 0, "a pass ends with the slots in order");
 
-    extern __shared__ __align__(128) char smem[];
+    if constexpr (Cfg::kStartStep > 0) {
+        if (blockIdx.x < multiprocessors()) idle(blockIdx.x * Cfg::kStartStep);
+    }
+    extern __shared__ __align__(1024) char smem[];
     const uint32_t s0 = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
     const Tile<T, kHeadV> s_do{s0 + Cfg::kDo}, s_v_new{s0 + Cfg::kVNew}, s_dv{s0 + Cfg::kDv}, s_v{s0 + Cfg::kDo};
-    const Tile<T, kRows> s_A{s0 + Cfg::kA}, s_M{s0 + Cfg::kM}, s_MA{s0 + Cfg::kMA};
+    const Tile<T, kRows> s_A{s0 + Cfg::kA};
     using PassTile = Tile<T, Cfg::kPassColumns>;
     const auto dw_of = [&](int pass) {
         return PassTile{s0 + (Cfg::kQkInShared ? Cfg::kSide + 2 * pass * Cfg::kPassTile : Cfg::kVNew)};
@@ -61,11 +69,15 @@ __global__ void __launch_bounds__(WyTile<sizeof(T), kHeadK, kHeadV>::kThreads,
         const int64_t left = p.T - i_c * p.BT;
         C = left < p.BT ? static_cast<int>(left) : p.BT;
     } else {
-        zero_unused_tokens<T, kThreads>(p, i_bc, hv);
-        const Span span = i_bc < p.NT ? packed_span<kThreads>(p, i_bc, reinterpret_cast<int64_t*>(smem)) : Span{0, 0};
+        constexpr bool kFew = sizeof(T) == 2 || kHeadK == 128;  // elsewhere its code would make others spill
+        int64_t* scratch = reinterpret_cast<int64_t*>(smem);
+        const Span span = i_bc < p.NT ? packed_span<kThreads, kFew>(p, i_bc, scratch) : Span{0, 0};
         token = span.start;
         C = span.rows;
-        if (C == 0) return;
+        if (C == 0) {
+            zero_unused_tokens<T, kThreads>(p, index_at(p.cu_seqlens, p.cu_i64, p.N), i_bc, hv);
+            return;
+        }
     }
 
     const int K = kExact ? kHeadK : p.K, V = kExact ? kHeadV : p.V, BT = p.BT;
@@ -99,6 +111,8 @@ __global__ void __launch_bounds__(WyTile<sizeof(T), kHeadK, kHeadV>::kThreads,
         }
     }
     copy_commit();
+    if (p.cu_seqlens != nullptr)
+        zero_unused_tokens<T, kThreads>(p, index_at(p.cu_seqlens, p.cu_i64, p.N), i_bc, hv);
     // Read back where they are needed: two 64-bit numbers less in registers while the products run.
     if (threadIdx.x == 0) {
         reinterpret_cast<int64_t*>(smem + Cfg::kOrigin)[0] = row0;
@@ -342,104 +356,7 @@ __global__ void __launch_bounds__(WyTile<sizeof(T), kHeadK, kHeadV>::kThreads,
         add_db<kMT>(s_partial + warp * kRows, db_part, g, t, false);
     }
 
-    // M, M A^T and A^T (M A^T) in parts of 16 rows and 32 columns, those right of the diagonal left out: parts of the
-    // left half go to warps 0 to 3 by rows, those of the right half to the last four in opposite order, which spreads
-    // the 16 x 16 tiles that have something to do.
-    constexpr int kLoop = sizeof(T) == 2 ? 8 : 4;  // steps per iteration: fp32 code must fit the instruction cache
-    constexpr int kEvery = kWarps / 4;
-    const auto part_row = [&](int part) { return 16 * (part == 0 ? warp % 4 : 3 - warp % 4); };
-    const auto part_tiles = [](int m0, int n0) { return m0 < n0 ? 0 : m0 == n0 ? 1 : 2; };  // of 16 columns
-    {
-        float M[2 / kEvery][4][4] = {};
-#pragma unroll
-        for (int j = 0; j < 2 / kEvery; ++j) {
-            const int part = warp / 4 + j, m0 = part_row(part), n0 = 32 * part, tiles = part_tiles(m0, n0);
-            if (tiles == 0) continue;
-#pragma unroll(kLoop)
-            for (int i = 0; i < kVSteps; ++i) add_part<T>(M[j], s_dv, s_v, lane, m0, n0, tiles, i);
-#pragma unroll
-            for (int pass = 0; pass < Cfg::kPasses; ++pass)
-#pragma unroll(kLoop)
-                for (int i = 0; i < kPassSteps; ++i)
-                    add_part<T>(M[j], dw_of(pass), kg_of(pass), lane, m0, n0, tiles, i);
-        }
-        if constexpr (!Cfg::kQkInShared) __syncthreads();  // M goes over v
-#pragma unroll
-        for (int j = 0; j < 2 / kEvery; ++j) {
-            const int part = warp / 4 + j, m0 = part_row(part), n0 = 32 * part;
-#pragma unroll
-            for (int n = 0; n < 4; ++n) {
-                const int col = n0 + 8 * n + 2 * t;
-                const float b0 = s_beta[col], b1 = s_beta[col + 1];
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int r = m0 + g + 8 * i;
-                    store2(s_M, m0 + g, 8 * i, col, col < r ? M[j][n][2 * i] * b0 : 0.f,
-                           col + 1 < r ? M[j][n][2 * i + 1] * b1 : 0.f);
-                }
-            }
-        }
-    }
-    __syncthreads();
-    if (threadIdx.x < C) {
-        float s = 0.f;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) s += s_partial[w * kRows + threadIdx.x];
-        p.db[row0 + static_cast<int64_t>(threadIdx.x) * p.HV] = s;
-    }
-#pragma unroll 1
-    for (int part = warp / 4; part < 2; part += kEvery) {
-        const int m0 = part_row(part), n0 = 32 * part;
-        float MA[4][4] = {};
-#pragma unroll(kLoop)
-        for (int i = 0; i < kCSteps; ++i) {
-            if (kStep * i > m0 + 15) break;  // M's columns beyond are 0
-            const FragA<T> a = row_a(s_M, lane, m0, i);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-                FragB<T> b[2];
-                row_b(b, s_A, lane, n0 + 16 * n, i);
-                mma(MA[2 * n], a, b[0]);
-                mma(MA[2 * n + 1], a, b[1]);
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            store2(s_MA, m0 + g, 0, n0 + 8 * n + 2 * t, MA[n][0], MA[n][1]);
-            store2(s_MA, m0 + g, 8, n0 + 8 * n + 2 * t, MA[n][2], MA[n][3]);
-        }
-    }
-    __syncthreads();
-#pragma unroll 1
-    for (int part = warp / 4; part < 2; part += kEvery) {
-        const int m0 = part_row(part), n0 = 32 * part, tiles = part_tiles(m0, n0);
-        float dA[4][4] = {};
-        if (tiles > 0) {
-#pragma unroll(kLoop / 4)
-            for (int i = 0; i < kCSteps / 2; ++i) {
-                const FragA<T> a0 = col_a(s_A, lane, m0, 2 * i), a1 = col_a(s_A, lane, m0, 2 * i + 1);
-#pragma unroll
-                for (int n = 0; n < 4; ++n) {
-                    if (n == 2 * tiles) break;
-                    FragB<T> b[2];
-                    col_b(b, s_MA, lane, n0 + 8 * n, i);
-                    mma(dA[n], a0, b[0]);
-                    mma(dA[n], a1, b[1]);
-                }
-            }
-        }
-        float* g_dA = p.dA + row0 * BT + n0 + 2 * t;
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-            const int col = n0 + 8 * n + 2 * t;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int r = m0 + g + 8 * i;
-                const float x[2] = {col < r ? -dA[n][2 * i] : 0.f, col + 1 < r ? -dA[n][2 * i + 1] : 0.f};
-                if (r < C && col < BT) store_run<true, 1>(g_dA + static_cast<int64_t>(r) * stride_A + 8 * n, 2, x);
-            }
-        }
-    }
+    write_dA<T, Cfg, kHeadV>(p, smem, s0, dw_of, kg_of, warp, lane, row0, C);
 }
 
 }  // namespace kda

@@ -115,15 +115,20 @@ def supports(call: WyDqkgCall) -> str | None:
     return None
 
 
+_wy_dqkg_op: Callable[..., tuple[Any, ...]] | None = None
+"""The operator, once the library is loaded."""
+
+
 @functools.cache
 def _load_wy_dqkg() -> Callable[[WyDqkgCall], WyDqkgGrads]:
+    global _wy_dqkg_op
     torch.ops.load_library(str(library_path()))
     op = torch.ops.mindspeed_kda_cuda.wy_dqkg.default
 
     @torch.library.register_fake("mindspeed_kda_cuda::wy_dqkg")
     def _(
         q: Any, k: Any, v: Any, v_new: Any, g: Any, beta: Any, A: Any, h: Any, d_o: Any, dh: Any, dv: Any,
-        cu_seqlens: Any, chunk_indices: Any, scale: float, state_v_first: bool,
+        cu_seqlens: Any, chunk_indices: Any, scale: Any, chunk_size: int, state_v_first: bool, checked: bool,
     ) -> tuple[Any, ...]:  # fmt: skip
         (B, T, _, K), (HV, V), wide = q.shape, v.shape[2:], torch.float32
         return (
@@ -132,7 +137,7 @@ def _load_wy_dqkg() -> Callable[[WyDqkgCall], WyDqkgGrads]:
             q.new_empty((B, T, HV, V)),
             q.new_empty((B, T, HV), dtype=wide),
             q.new_empty((B, T, HV, K), dtype=wide),
-            q.new_empty((B, T, HV, A.shape[3]), dtype=wide),
+            q.new_empty((B, T, HV, chunk_size), dtype=wide),
         )
 
     def run(c: WyDqkgCall) -> WyDqkgGrads:
@@ -142,11 +147,23 @@ def _load_wy_dqkg() -> Callable[[WyDqkgCall], WyDqkgGrads]:
                 c.q.contiguous(), c.k.contiguous(), c.v.contiguous(), c.v_new.contiguous(), c.g.contiguous(),
                 c.beta.contiguous(), c.A.contiguous(), c.h.contiguous(), c.do.contiguous(), c.dh.contiguous(),
                 c.dv.contiguous(), None if cu is None else cu.contiguous(),
-                None if indices is None else indices.contiguous(), c.scale, c.state_v_first,
+                None if indices is None else indices.contiguous(), c.scale, c.BT, c.state_v_first, True,
             )
         )  # fmt: skip
 
+    _wy_dqkg_op = op
     return run
+
+
+def _repeat_wy_dqkg(*arguments: Any) -> WyDqkgGrads | None:
+    """Serves a call with the signature of one that was checked; the operator knows those. None for any other."""
+    if _wy_dqkg_op is None:
+        return None
+    try:
+        out = _wy_dqkg_op(*arguments, False)
+    except NotImplementedError:  # the dispatcher has no kernel for these kinds of tensors; the checks say what is wrong
+        return None
+    return None if out[0] is None else WyDqkgGrads._make(out)
 
 
 def supports_chunk_kda(call: ChunkKdaCall) -> str | None:
@@ -172,8 +189,10 @@ def _load_chunk_kda() -> Any:
 
 
 def register(registry: Registry) -> None:
-    for op, predicate, load in (
-        (wy_dqkg.OP, supports, _load_wy_dqkg),
-        (chunk_kda.OP, supports_chunk_kda, _load_chunk_kda),
+    for op, predicate, load, repeat in (
+        (wy_dqkg.OP, supports, _load_wy_dqkg, _repeat_wy_dqkg),
+        (chunk_kda.OP, supports_chunk_kda, _load_chunk_kda, None),
     ):
-        registry.register(Backend(op, NAME, predicate, load, available=available, priority={"cuda": 100}))
+        registry.register(
+            Backend(op, NAME, predicate, load, available=available, priority={"cuda": 100}, repeat=repeat)
+        )

@@ -171,6 +171,28 @@ def check(
     )  # fmt: skip
 
 
+def plain(
+    q: object, k: object, v: object, v_new: object, g: object, beta: object, A: object, h: object, do: object,
+    dh: object, dv: object, cu_seqlens: object, chunk_indices: object, scale: object, chunk_size: object,
+    state_v_first: object,
+) -> bool:  # fmt: skip
+    """Whether these are of the very types that a call usually has, with no value of theirs to be read by ``check``."""
+    return (
+        Tensor is type(q) is type(k) is type(v) is type(v_new) is type(g) is type(beta) is type(A) is type(h)
+        is type(do) is type(dh) is type(dv)
+        and (scale is None or type(scale) is float)
+        and type(chunk_size) is int
+        and type(state_v_first) is bool
+        and (
+            chunk_indices is None
+            if cu_seqlens is None
+            else type(cu_seqlens) is Tensor
+            and (chunk_indices is None or type(chunk_indices) is Tensor)
+            and not checks.values_readable(cu_seqlens)
+        )
+    )  # fmt: skip
+
+
 def _obvious_chunks(
     q: Any, k: Any, v: Any, v_new: Any, g: Any, beta: Any, A: Any, h: Any, do: Any, dh: Any, dv: Any,
     cu_seqlens: Any, chunk_size: Any, chunk_indices: Any, state_v_first: Any,

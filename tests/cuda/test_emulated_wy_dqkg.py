@@ -125,6 +125,112 @@ def test_no_sequence_has_a_token(kernels):
     assert all((x == 0).all() for x in both_schedules(kernels, kwargs))
 
 
+HOPPER_AXES = {
+    "T": (1, 64, 130),
+    "dtype": (torch.bfloat16, torch.float16),
+    "BT": (16, 32, 64),
+    "heads": ((1, 1), (1, 2)),
+    "state": ("float32", "main"),
+    "beta": ("float32", "main"),
+    "lengths": (None, [0, 65, 1, 17]),
+    "index": (torch.int32, torch.int64),
+}
+
+
+@pytest.mark.parametrize(
+    "case", pairwise(HOPPER_AXES), ids=lambda c: ",".join(str(v).replace(" ", "") for v in c.values())
+)
+def test_the_hopper_kernel_against_float64(kernels, case):
+    """On two multiprocessors, so that most CTAs go on to another task."""
+    (H, HV), main, lengths = case["heads"], case["dtype"], case["lengths"]
+    kwargs = wy_inputs(
+        B=2 if lengths is None else 1, T=case["T"] if lengths is None else sum(lengths) + SPARE, H=H, HV=HV,
+        K=128, V=128, BT=case["BT"], dtype=main, state_dtype=main if case["state"] == "main" else torch.float32,
+        beta_dtype=main if case["beta"] == "main" else torch.float32, lengths=lengths, cu_dtype=case["index"],
+        seed=case["T"],
+    )  # fmt: skip
+    if lengths is not None:
+        for name in ("q", "k", "v", "v_new", "g", "beta", "A", "do", "dv"):
+            kwargs[name][:, -SPARE:] = float("nan")
+    got = both_schedules(kernels, kwargs, hopper=2)
+    assert_right(got, kwargs)
+    assert not torch.equal(got.db, kernels.wy_dqkg(wy_dqkg.check(**kwargs)).db), "it sums db in an order of its own"
+
+
+@pytest.mark.parametrize("state", [torch.float16, torch.float32], ids=str)
+def test_the_hopper_kernel_with_indices_and_anything_past_a_tail(kernels, state):
+    lengths, BT = [65, 0, 3, 20], 64
+    kwargs = wy_inputs(T=90, H=2, K=128, V=128, dtype=torch.float16, state_dtype=state, lengths=lengths)
+    found = both_schedules(kernels, kwargs, hopper=2)
+    rows = [(n, c) for n, length in enumerate(lengths) for c in range(cdiv(length, BT))]
+    kwargs["chunk_indices"] = torch.tensor(rows, dtype=torch.int32)
+    kwargs["A"][:, 64, :, 1:] = float("nan")
+    given = kernels.wy_dqkg(wy_dqkg.check(**kwargs), hopper=3)
+    assert all(torch.equal(a, b) for a, b in zip(found, given, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [[(7 * i) % 3 for i in range(60)], [0] * 600 + [1, 0, 17], [0, 0]], ids=len)
+def test_the_hopper_kernel_finds_short_sequences(kernels, lengths):
+    kwargs = wy_inputs(T=sum(lengths) + 3, H=1, K=128, V=128, BT=16, dtype=torch.float16, lengths=lengths)
+    assert_right(both_schedules(kernels, kwargs, hopper=5), kwargs)
+
+
+def judge_changed(tmp_path, file, change, launch, kwargs, error, message, **how):
+    """Whether a kernel of ``file`` with a ``change``, launched by the statement ``launch`` alone, fails as it must."""
+    old, new = change
+    root = tmp_path / "cuda_kernels"
+    shutil.copytree(KERNELS, root, ignore=shutil.ignore_patterns("*.so", "*.py", "__pycache__"))
+    kernel = root / "wy_dqkg" / file
+    text = kernel.read_text(encoding="utf-8")
+    assert old in text, f"{file}: expected {old!r}, to be changed by this test"
+    kernel.write_text(text.replace(old, new, 1), encoding="utf-8")
+    one = root / "wy_dqkg/f16.cu"  # one instance, which compiles in a moment
+    one.write_text(
+        '#include "launch.cuh"\nnamespace kda {\n'
+        f"cudaError_t launch_f16(const WyParams& p, bool, cudaStream_t stream) {{\n    {launch}\n}}\n}}\n",
+        encoding="utf-8",
+    )
+    kernels = built(tmp_path / "mutant.so", sources=("wy_dqkg/f16.cu",), root=root)
+
+    def judge():
+        assert_right(both_schedules(kernels, kwargs, **how), kwargs)
+
+    if error is None:
+        judge()
+    else:
+        with pytest.raises(error, match=message):
+            judge()
+
+
+HOPPER_MUTANTS = {
+    "none": ("", "", None, None),
+    "a sign": ("pack2<T>(-dw[", "pack2<T>(dw[", AssertionError, None),
+    "key columns in order": ("return (k & ~15) | (k >> 1 & 1) << 3 | (k >> 2 & 3) << 1 | (k & 1);", "return k;",
+                             AssertionError, None),
+    "dw not fenced": ("fence_async_proxy();\n        __syncthreads();  // dw", "__syncthreads();  // dw",
+                      emulated.EmulationError, "without fence_async_proxy"),
+    "no barrier before refills": ("__syncthreads();  // kg is whole; dv, v, q and g are read", "",
+                                  emulated.EmulationError, "race"),
+    "no barrier within a warp": ("__syncwarp();", "", emulated.EmulationError, "race"),
+    "no wait for k and v": ("copy_wait<0>();  // A", "//", emulated.EmulationError, None),
+    "a product not waited for": ("wgmma_wait();\n        wgmma_done(X)", "wgmma_done(X)", AssertionError, None),
+}  # fmt: skip
+"""What is changed in hopper.cuh or hopper_tile.cuh, and how that must show."""
+
+
+@pytest.mark.parametrize("name", HOPPER_MUTANTS)
+def test_a_changed_hopper_kernel_is_noticed(name, tmp_path):
+    old, new, error, message = HOPPER_MUTANTS[name]
+    one = (
+        "return launch_kernel<wy_dqkg_hopper_kernel<half, half>>(2, HopperTile::kThreads, HopperTile::kBytesTotal, "
+        "stream, p);"
+    )
+    kwargs = wy_inputs(T=150, H=1, K=128, V=128, dtype=torch.float16, state_dtype=torch.float16)
+    in_tile = old in (KERNELS / "wy_dqkg/hopper_tile.cuh").read_text(encoding="utf-8") and name != "none"
+    file = "hopper_tile.cuh" if in_tile else "hopper.cuh"
+    judge_changed(tmp_path, file, (old, new), one, kwargs, error, message, hopper=2)
+
+
 MUTANTS = {
     "none": ("", "", None, None),
     "a sign": ("-dw[m][n][2 * i],", "dw[m][n][2 * i],", AssertionError, "dk"),
@@ -146,27 +252,6 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_changed_kernel_is_noticed(name, tmp_path):
     old, new, error, message = MUTANTS[name]
-    root = tmp_path / "cuda_kernels"
-    shutil.copytree(KERNELS, root, ignore=shutil.ignore_patterns("*.so", "*.py", "__pycache__"))
-    kernel = root / "wy_dqkg/kernel.cuh"
-    text = kernel.read_text(encoding="utf-8")
-    assert old in text, f"kernel.cuh: expected {old!r}, to be changed by this test"
-    kernel.write_text(text.replace(old, new, 1), encoding="utf-8")
-    one = root / "wy_dqkg/f16.cu"  # one instance, which compiles in a moment
-    one.write_text(
-        '#include "launch.cuh"\nnamespace kda {\n'
-        "cudaError_t launch_f16(const WyParams& p, bool, cudaStream_t stream) {\n"
-        "    return launch_instance<half, float, 64, 64, true>(p, stream);\n}\n}\n",
-        encoding="utf-8",
-    )
-    kernels = built(tmp_path / "mutant.so", sources=("wy_dqkg/f16.cu",), root=root)
+    one = "return launch_instance<half, float, 64, 64, true>(p, stream);"
     kwargs = wy_inputs(T=70, H=1, K=64, V=64, dtype=torch.float16, state_dtype=torch.float32)
-
-    def judge():
-        assert_right(both_schedules(kernels, kwargs), kwargs)
-
-    if error is None:
-        judge()
-    else:
-        with pytest.raises(error, match=message):
-            judge()
+    judge_changed(tmp_path, "kernel.cuh", (old, new), one, kwargs, error, message)

@@ -7,6 +7,9 @@ import torch
 
 from mindspeed_kda import chunk_kda_bwd_wy_dqkg_fused as op
 from mindspeed_kda.contracts import wy_dqkg
+from mindspeed_kda.demo import real_inputs
+from mindspeed_kda.demo.model import ByteModel, Config
+from mindspeed_kda.testing.capture import op_inputs
 from mindspeed_kda.testing.covering import pairwise
 from mindspeed_kda.testing.inputs import wy_inputs
 from mindspeed_kda.testing.wy_check import assert_right
@@ -98,8 +101,25 @@ def test_strided_and_misaligned_inputs(dtype):
     odd.copy_(kwargs["v"])
     wide = kwargs["do"].repeat(1, 1, 1, 2)[..., :128]
     got = native({**kwargs, "v": odd, "do": wide})
-    for a, b in zip(clean, got, strict=True):  # the element-wise instance adds in the same order
-        assert torch.equal(a, b)
+    assert_right(got, kwargs)
+    for name, a, b in zip(got._fields, clean, got, strict=True):
+        # The element-wise instance adds in the same order, Hopper's own kernel some sums of db and dg in another.
+        assert torch.equal(a, b) or (name in ("db", "dg") and dtype is not torch.float32), name
+
+
+@pytest.mark.parametrize("state", ["float32", "main"])
+@pytest.mark.parametrize("lengths", [None, [0, 65, 1, 190]], ids=str)
+@MAIN
+def test_inputs_of_a_training_step(dtype, lengths, state):
+    """A model's own q, k, v, gates and gradients, with A, h and dh as its backward has them."""
+    torch.manual_seed(0)
+    net = ByteModel(Config(layers=1, heads=2, value_heads=2, key_size=128, value_size=128, chunk_size=64)).cuda()
+    tokens = torch.randint(0, 256, (2, 131), generator=torch.Generator().manual_seed(1)).cuda()
+    call = real_inputs.record(net, tokens[:, :-1], tokens[:, 1:])[0]
+    if lengths is not None:
+        call = real_inputs.packed(call, lengths)
+    kwargs = op_inputs(call, dtype=dtype, state_dtype=dtype if state == "main" else torch.float32)
+    assert_right(native(kwargs), kwargs)
 
 
 def test_many_short_sequences_are_found_without_indices():
@@ -142,8 +162,52 @@ def test_the_operator_has_a_fake():
     kwargs = wy_inputs(T=70, H=2, K=64, V=64, dtype=torch.float16, device="cuda")
     c = wy_dqkg.check(**kwargs)
     native(kwargs)
-    arguments = (c.q, c.k, c.v, c.v_new, c.g, c.beta, c.A, c.h, c.do, c.dh, c.dv, None, None, c.scale, False)
+    arguments = (
+        c.q,
+        c.k,
+        c.v,
+        c.v_new,
+        c.g,
+        c.beta,
+        c.A,
+        c.h,
+        c.do,
+        c.dh,
+        c.dv,
+        None,
+        None,
+        c.scale,
+        c.BT,
+        False,
+        True,
+    )
     torch.library.opcheck(torch.ops.mindspeed_kda_cuda.wy_dqkg.default, arguments)
+
+
+def test_a_call_like_a_checked_one_skips_the_checks_and_no_other_does(monkeypatch):
+    kwargs = wy_inputs(T=70, H=2, K=64, V=64, dtype=torch.float16, lengths=[65, 5], device="cuda")
+    first = native(kwargs)
+
+    def unexpected(*_args, **_kwargs):
+        raise LookupError("checked")
+
+    monkeypatch.setattr(wy_dqkg, "check", unexpected)
+    assert all(torch.equal(a, b) for a, b in zip(first, native(kwargs), strict=True))
+    again = {n: x.clone() if isinstance(x, torch.Tensor) else x for n, x in kwargs.items()}
+    assert all(torch.equal(a, b) for a, b in zip(first, native(again), strict=True))
+    others = [{n: x[..., :-1].contiguous()} for n, x in kwargs.items() if isinstance(x, torch.Tensor)]
+    others += [{n: x.to(torch.bfloat16)} for n, x in kwargs.items() if isinstance(x, torch.Tensor)]
+    others += [{n: x.cpu()} for n, x in kwargs.items() if isinstance(x, torch.Tensor) and n != "cu_seqlens"]
+    others += [{n: None} for n, x in kwargs.items() if isinstance(x, torch.Tensor)]
+    others += [{"q": kwargs["q"].transpose(1, 2).contiguous().transpose(1, 2)}, {"g": kwargs["g"].to_sparse()}]
+    others += [{"scale": 0.5}, {"scale": 2}, {"chunk_size": 32}, {"state_v_first": True}, {"state_v_first": 0}]
+    others += [{"chunk_indices": torch.zeros(3, 2, dtype=torch.int64, device="cuda")}]
+    for other in others:
+        with pytest.raises(LookupError, match="checked"):
+            native({**kwargs, **other})
+    monkeypatch.setenv("MINDSPEED_KDA_VALIDATE", "1")
+    with pytest.raises(LookupError, match="checked"):
+        native(kwargs)
 
 
 def test_memory_beyond_the_outputs():

@@ -345,3 +345,34 @@ def test_threads_do_not_disturb_each_other():
     assert not wrong
     assert lines == ["an_op runs on backend 'torch' because fast: not today"]
     assert len(r.of(OP)) == 3 + 8 * 200
+
+
+class TestRepeat:
+    """``Registry.repeat``: the short way of the backend that ``choose`` would ask first."""
+
+    def test_automatic_once_it_was_chosen(self):
+        r = registry(Backend(OP, "cuda", lambda call: None, lambda: "cuda", priority={"cuda": 1}, repeat=list))
+        assert r.repeat(OP, "cuda") is None
+        r.choose(OP, CALL, "cuda")
+        assert r.repeat(OP, "cuda") is list
+        assert r.repeat(OP, "cpu") is None
+        r.register(backend("better", cuda=2))
+        assert r.repeat(OP, "cuda") is None
+        r.choose(OP, CALL, "cuda")
+        assert r.repeat(OP, "cuda") is None, "the better one has no short way"
+
+    def test_request(self, monkeypatch):
+        r = registry(
+            Backend(OP, "cuda", lambda call: None, lambda: "cuda", priority={"cuda": 1}, repeat=list),
+            backend("torch", any=0),
+        )
+        r.choose(OP, CALL, "cuda")
+        assert r.repeat(OP, "cuda", "cuda") is list
+        assert r.repeat(OP, "cuda", "torch") is None
+        assert r.repeat(OP, "cuda", "nobody") is None
+        with use_backend("torch"):
+            assert r.repeat(OP, "cuda") is None
+        monkeypatch.setenv("MINDSPEED_KDA_BACKEND", "torch")
+        assert r.repeat(OP, "cuda") is None
+        monkeypatch.setenv("MINDSPEED_KDA_BACKEND", "")
+        assert r.repeat(OP, "cuda") is list
