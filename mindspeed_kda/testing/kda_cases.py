@@ -55,7 +55,7 @@ def _packed(bounds: list[int], **options: Any) -> dict[str, Any]:
 
 
 GATES: dict[str, dict[str, Any]] = {
-    "logsigmoid / 0.1": {"gate_divisor": 0.1},
+    "logsigmoid / 0.1": {"gate_divisor": 0.1, "B": 4},
     "logsigmoid": {},
     "logsigmoid / 10": {"gate_divisor": 10.0},
     "-0.05": {"decay": -0.05},
@@ -70,11 +70,12 @@ GATES: dict[str, dict[str, Any]] = {
     "softplus, A_log 20": {"gate": "softplus", "A_log": 20.0},
 }
 _WIDE = {"T": 500, "HV": 4, "K": 128, "V": 128}
-# Many heads where there are few tokens: a gradient that one token or head carries alone has that one's error, which may
-# be four times the usual.
+# Many heads or batches where few tokens carry a gradient: one that a token carries alone has that one's error, which
+# may be four times the usual. Under a strong decay the final state's gradient reaches the last tokens alone: over six
+# draws of T 64 with two heads bf16's RMS ratio of dbeta is 1.5e-3 to 1.0e-2 (benchmarks/dbeta_roundings.py).
 CASES: dict[str, Case] = {
-    **{f"T {T}": Case({"T": T, "H": 16, "gate": "softplus"}) for T in (1, 15, 63, 64, 65)},
-    **{f"T {T}": Case({"T": T, "gate": "softplus"}) for T in (500, 2048, 8192)},
+    **{f"T {T}": Case({"T": T, "H": 16, "gate": "softplus"}) for T in (1, 15, 63, 64, 65, 2048)},
+    **{f"T {T}": Case({"T": T, "gate": "softplus"}) for T in (500, 8192)},
     **{f"gate {name}": Case(_WIDE | options) for name, options in GATES.items()},
     "tokens that forget everything": Case({"T": 500, "H": 1, "HV": 2, "K": 128, "V": 128}, _forget),
     "beta of zero": Case({"T": 500, "raw": False}, _zero_beta),
