@@ -6,7 +6,8 @@ flash-linear-attention's op where it is installed, all in one run.
 flash-linear-attention's op is timed where the states are 16-bit, as its own forward hands them over (`--peer-cases`
 names others; with fp32 states its tuning takes minutes a case). Writes wy_dqkg_cuda.json, .md (the table) and .png.
 Floor: bytes (each input read once, each output written once) over the speed of a device-to-device copy measured in the
-same run. Each case is checked against float64 at T = 128 first.
+same run. Each case is checked against float64 at T = 128 first. The native kernel goes first through all cases, then
+the peers, and files are written after every case: a run that is cut short leaves what it has.
 """
 
 from __future__ import annotations
@@ -96,17 +97,19 @@ def memory_beyond_outputs(device: str) -> int:
     return torch.cuda.max_memory_allocated() - before - sum(x.numel() * x.element_size() for x in out)
 
 
-def measure(T: int, label: str, speed: float, device: str, with_peers: bool) -> dict[str, Any]:
+def measure(T: int, label: str, speed: float, device: str, row: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A row with the native kernel's time or, given that row, with the peers' beside it."""
     packed = label == PACKED
     main, state = DTYPES[label.removeprefix("packed ")]
     kwargs = inputs(T, main, state, uneven(T, 32) if packed else None, device)
-    floor = wy_dqkg.bytes_moved(wy_dqkg.check(**kwargs)) / speed
-    row: dict[str, Any] = {"case": label, "T": T, "floor_us": floor * 1e6}
+    theirs = row is not None
+    if row is None:
+        floor = wy_dqkg.bytes_moved(wy_dqkg.check(**kwargs)) / speed
+        row = {"case": label, "T": T, "floor_us": floor * 1e6}
     for name, call in peers(kwargs, state).items():
-        if name != "cuda" and not with_peers:
-            continue
-        row[f"{name}_us"] = median_time(call, device, budget=0.25, flush=False).median * 1e6
-        row[f"{name}_over_floor"] = row[f"{name}_us"] / row["floor_us"]
+        if (name != "cuda") == theirs:
+            row[f"{name}_us"] = median_time(call, device, budget=0.25, flush=False).median * 1e6
+            row[f"{name}_over_floor"] = row[f"{name}_us"] / row["floor_us"]
     return row
 
 
@@ -170,15 +173,23 @@ def main() -> None:
         "memory_beyond_outputs": memory_beyond_outputs(args.device),
         "rows": [],
     }
-    peer_cases = [] if args.no_peers else args.peer_cases.split(",")
-    tokens = [int(t) for t in args.tokens.split(",")]
-    for T, label in [(T, label) for T in tokens for label in DTYPES] + [(8192, PACKED)]:
-        result["rows"].append(measure(T, label, speed, args.device, label in peer_cases))
-        print(json.dumps(result["rows"][-1]), flush=True)
-        torch.cuda.empty_cache()
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{args.name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / f"{args.name}.md").write_text(table(result))
+
+    def write() -> None:
+        (args.out / f"{args.name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        (args.out / f"{args.name}.md").write_text(table(result))
+        torch.cuda.empty_cache()
+
+    for T, label in [(int(T), label) for T in args.tokens.split(",") for label in DTYPES] + [(8192, PACKED)]:
+        result["rows"].append(measure(T, label, speed, args.device))
+        print(json.dumps(result["rows"][-1]), flush=True)
+        write()
+    plot(result, args.out / f"{args.name}.png")
+    peer_cases = [] if args.no_peers else args.peer_cases.split(",")
+    for row in result["rows"]:
+        if row["case"] in peer_cases:
+            print(json.dumps(measure(row["T"], row["case"], speed, args.device, row)), flush=True)
+            write()
     plot(result, args.out / f"{args.name}.png")
     print(table(result))
 
