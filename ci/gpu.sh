@@ -40,7 +40,7 @@ if wanted tests; then
     parallel=()
     if "$PY" -c 'import xdist' 2>/dev/null; then
         # Compiling is what takes the time, a process and a core each; the GPU's memory bounds how many share it.
-        parallel=(-n "$(n=$(nproc); echo $((n < 12 ? n : 12)))")
+        parallel=(-n "$(n=$(nproc); echo $((n < 12 ? n : 12)))" --dist loadgroup)
     else
         echo "== pytest-xdist is not installed: the tests run one after another"
     fi

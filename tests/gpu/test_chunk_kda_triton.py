@@ -10,11 +10,25 @@ from mindspeed_kda.testing.kda_inputs import kda_inputs
 
 pytestmark = pytest.mark.gpu
 
-dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda d: str(d)[6:])
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+AT_RUN_TIME = ("T", "B", "decay", "gate_divisor", "A_log", "lower_bound", "neg_eigval", "scale", "lengths")
+"""Options that no kernel is compiled for."""
 
 
-@dtypes
-@pytest.mark.parametrize("name", CASES)
+def compiled_alike(name: str, dtype: torch.dtype) -> str:
+    """The same for cases that share their kernels: one process compiles and runs them (``--dist loadgroup``)."""
+    options = {n: v for n, v in CASES[name].options.items() if n not in AT_RUN_TIME}
+    return f"{dtype} {'packed' * ('lengths' in CASES[name].options)} {sorted(options.items(), key=str)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(n, d, id=f"{n}-{str(d)[6:]}", marks=pytest.mark.xdist_group(compiled_alike(n, d)))
+        for n in CASES
+        for d in DTYPES
+    ],
+)
 def test_against_float64(name: str, dtype: torch.dtype) -> None:
     assert_right(CASES[name].inputs(dtype, "cuda"), "triton")
 
