@@ -118,7 +118,7 @@ def test_the_judge_sees_an_error_of_three_roundings():
     right = {name: t.float() for name, t in want.results.items()}
     assert not judge.misses(right, right, want)
     for name in judge.NAMES:
-        u = (want.main[name] + 2 * want.wide[name]) * 2.0**-24
+        u = (want.main[name] + want.wide[name]) * 2.0**-24
         [miss] = judge.misses({**right, name: right[name] + 3 * u}, right, want)
         assert miss.startswith(f"{name}: error")
         [miss] = judge.misses({**right, name: right[name].half()}, right, want)
