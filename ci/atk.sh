@@ -6,7 +6,8 @@
 #                            core, spread over JOBS processes (all cores); what .atk-kernels/ holds is not compiled again
 #   ci/atk.sh run [FILE]     on the machine with the GPU: takes the kernels of FILE, runs Triton's and the native cases in
 #                            PROCESSES processes (all cores) and writes atk_{triton,cuda}_{op,step}.json to OUT
-# PYTHON names the interpreter (python3), OUT the folder of the figures (benchmarks/results).
+# PYTHON names the interpreter (python3), OUT the folder of the figures (benchmarks/results), LIMIT the seconds after which
+# a run begins no case.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 . ci/lib.sh
@@ -43,7 +44,7 @@ else
     run_cases() { # BACKEND OP NAME
         local command=(tests.atk --backend "$1" --device cuda --op "$2" --kind accuracy --kind model --kind negative)
         local status=0
-        atk "${command[@]}" --processes "${PROCESSES:-$(nproc)}" --brief --out "$site/$3.json" || status=$?
+        atk "${command[@]}" --processes "${PROCESSES:-$(nproc)}" --time-limit "${LIMIT:-inf}" --brief --out "$site/$3.json" || status=$?
         [ -s "$site/$3.json" ] && "$PY" -c '
 import json, sys
 source, target, commit, command = sys.argv[1:]
