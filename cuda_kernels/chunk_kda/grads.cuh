@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(KdaGradsTile<kD>::kThreads, KdaGradsTile<kD>::
     int warp = threadIdx.x / 32, lane = lane_id(), g = lane / 4, t = lane % 4;
     // Made again where they are used: registers are short in between.
     const auto forget_places = [&] {
-        const int thread = forget(threadIdx.x);
+        const int thread = threadIdx.x + shared_u32(s0 + Cfg::kZero);  // read: no compiler knows what it is
         warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     };
     const auto stage_of = [&] { return s0 + Cfg::kV + warp * Cfg::kStage; };
@@ -64,6 +64,7 @@ __global__ void __launch_bounds__(KdaGradsTile<kD>::kThreads, KdaGradsTile<kD>::
     if (threadIdx.x == 0) {
         keep(s0 + Cfg::kHere, c);
         set_shared_u32(s0 + Cfg::kBase, s0);
+        set_shared_u32(s0 + Cfg::kZero, 0);
     }
     copy_wait<1>();
     __syncthreads();  // dv_new, A, v and b are there
@@ -142,10 +143,9 @@ __global__ void __launch_bounds__(KdaGradsTile<kD>::kThreads, KdaGradsTile<kD>::
     while (true) {
         forget_places();
         int k0 = first_column();
-        constexpr int kSegmentRows = ChunkDecays<T, kD>::kSegmentRows;
         c = kept(s0 + Cfg::kHere);
         __syncwarp();
-        warp_decays<T, kD>(stage_of(), p, c, k0, lane);
+        warp_decays<T>(stage_of(), p, c, k0, lane);
 
         // do h^T, v_new dh^T and Y h^T for 8 key columns: row 16 m + 8 i + g, column 2 t + j in [m][2 i + j].
         float dq[4][4] = {}, dk[4][4] = {}, dg[4][4] = {};
@@ -208,8 +208,7 @@ __global__ void __launch_bounds__(KdaGradsTile<kD>::kThreads, KdaGradsTile<kD>::
         for (int m = 0; m < 4; ++m)
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float2 x =
-                    shared_f32x2(s_stage + decay_row<kSegmentRows>(16 * m + 8 * i + g) * 32 + 8 * t);
+                const float2 x = shared_f32x2(row_of(s_stage, 16 * m + 8 * i + g) + 8 * t);
                 gv[m][2 * i] = x.x, gv[m][2 * i + 1] = x.y;
             }
 
@@ -221,6 +220,7 @@ __global__ void __launch_bounds__(KdaGradsTile<kD>::kThreads, KdaGradsTile<kD>::
             float last[2];
 #pragma unroll
             for (int j = 0; j < 2; ++j) last[j] = __shfl_sync(~0u, gv[3][2 + j], 28 + t);
+            if (g == 0) set_shared_f32x2(s0 + Cfg::kLast + (warp * 8 + 2 * t) * 4, last[0], last[1]);
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
                 if (rows <= 16 * m) break;  // all is 0 from here on
@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(KdaGradsTile<kD>::kThreads, KdaGradsTile<kD>::
                         dk[m][x] = fmaf(diagonal, qj, fmaf(strength, z, dk1));
                         dg[m][x] = fmaf(qj, from_state, strength * (kj * z));
                     }
-                    set_shared_f32x2(s_stage + (16 * m + 8 * i + g) * 32 + 8 * t, k_dk1[0], k_dk1[1]);
+                    set_shared_f32x2(row_of(s_stage, 16 * m + 8 * i + g) + 8 * t, k_dk1[0], k_dk1[1]);
                     pairs.add_db(db, m, i);
                 }
             }
@@ -261,75 +261,32 @@ __global__ void __launch_bounds__(KdaGradsTile<kD>::kThreads, KdaGradsTile<kD>::
         forget_places();
         c = kept(s0 + Cfg::kHere);
         k0 = first_column();
+        const uint32_t end_stage = shared_u32(s0 + Cfg::kBase) + Cfg::kV + warp * Cfg::kStage;  // read: see the end
         const int col = k0 + 2 * t;
-        const float rate = gate_rate(p, c.hv);
-        const float2 bias = gate_bias(p, c.hv, col);
-        float before[4][4];  // sum of k dk1 over earlier rows
         {
-            float sum[2] = {};
+            float before[16], after[16];  // sums of k dk1 over earlier rows; of da's other terms from the row on
+            ColumnSums::sum<false, false>(before, end_stage, lane);
+            __syncwarp();
 #pragma unroll
             for (int m = 0; m < 4; ++m)
 #pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const int r = 16 * m + 8 * i + g;
-                    float2 x = make_float2(0.f, 0.f);
-                    if (r > 0) x = shared_f32x2(stage_of() + (r - 1) * 32 + 8 * t);
+                for (int i = 0; i < 2; ++i)
+                    set_shared_f32x2(row_of(end_stage, 16 * m + 8 * i + g) + 8 * t, dg[m][2 * i], dg[m][2 * i + 1]);
+            __syncwarp();
+            ColumnSums::sum<true, true>(after, end_stage, lane);
+            const float h_dh = exp2_fast(shared_f32(s0 + Cfg::kLast + (warp * 8 + lane % 8) * 4)) *
+                               shared_f32(s0 + Cfg::kSums + (warp * 8 + lane % 8) * 4);
 #pragma unroll
-                    for (int j = 0; j < 2; ++j) {
-                        float s = j ? x.y : x.x;
-#pragma unroll
-                        for (int n = 1; n < 8; n *= 2) {
-                            const float more = __shfl_up_sync(~0u, s, 4 * n);
-                            if (g >= n) s += more;
-                        }
-                        before[m][2 * i + j] = sum[j] + s;
-                        sum[j] += __shfl_sync(~0u, s, 28 + t);
-                    }
-                }
+            for (int i = 0; i < 16; ++i) after[i] += before[i] + h_dh;
+            ColumnSums::store(after, end_stage, lane);
+            __syncwarp();
         }
-        float after[2], sum_dx[2] = {}, dlog = 0.f;
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-            after[j] = exp2_fast(__shfl_sync(~0u, gv[3][2 + j], 28 + t)) *
-                       shared_f32(s0 + Cfg::kSums + (warp * 8 + 2 * t + j) * 4);
-        __syncwarp();  // k dk1 is read
-#pragma unroll
-        for (int m = 3; m >= 0; --m)
-#pragma unroll
-            for (int i = 1; i >= 0; --i) {
-                float da[2];
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    float s = dg[m][2 * i + j];
-#pragma unroll
-                    for (int n = 1; n < 8; n *= 2) {
-                        const float more = __shfl_sync(~0u, s, lane + 4 * n);
-                        if (g + n < 8) s += more;
-                    }
-                    da[j] = s + after[j] + before[m][2 * i + j];
-                    after[j] += __shfl_sync(~0u, s, t);
-                }
-                set_shared_f32x2(stage_of() + (16 * m + 8 * i + g) * 32 + 8 * t, da[0], da[1]);
-            }
-#pragma unroll 2
-        for (int r = g; r < c.rows; r += 8) {
-            const float2 x = raw_gate<T>(p, c, r, col), da = shared_f32x2(stage_of() + r * 32 + 8 * t);
-            float dx[2], log_term[2];
-            gate_backward(dx[0], log_term[0], p, rate, x.x + bias.x, da.x);
-            gate_backward(dx[1], log_term[1], p, rate, x.y + bias.y, da.y);
-            dlog += log_term[0] + log_term[1];
-            sum_dx[0] += dx[0], sum_dx[1] += dx[1];
-            const int64_t at = ((c.row + r) * p.HV + c.hv) * kD + col;
-            if (p.g_f32) {
-                store_global2(static_cast<float*>(p.dg) + at, dx[0], dx[1]);
-            } else {
-                *reinterpret_cast<uint32_t*>(static_cast<T*>(p.dg) + at) = pack2<T>(dx[0], dx[1]);
-            }
-        }
+        float2 sum_dx;
+        float dlog;
+        gates_backward<T>(sum_dx, dlog, end_stage, p, c, col, lane, p.HV + shared_u32(s0 + Cfg::kZero));
         if (p.gate != Gate::Pregated && p.dt_bias != nullptr) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) sum_dx[j] = sum_over_g(sum_dx[j]);
-            if (g == 0) store_global2(p.ddt_bias_part + c.entry * kD + col, sum_dx[0], sum_dx[1]);
+            const float x = sum_over_g(sum_dx.x), y = sum_over_g(sum_dx.y);
+            if (g == 0) store_global2(p.ddt_bias_part + c.entry * kD + col, x, y);
         }
         if (p.gate != Gate::Pregated) {
             dlog = sum_over_g(sum_over_t(dlog));

@@ -34,74 +34,107 @@ __device__ __forceinline__ ChunkHead kept(uint32_t a) {
             static_cast<int>(shared_u32(a + 16))};
 }
 
-// Row of a warp's [64][8] fp32 place that holds row r: lanes of different segments meet different banks.
-template <int kSegmentRows>
-__device__ __forceinline__ int decay_row(int r) {
-    return r ^ (r / kSegmentRows & 3);
-}
+// A warp's place of fp32 [64][8] by rows, where neighbouring rows of 8 or 16 rows' distance meet different banks.
+__device__ __forceinline__ uint32_t row_of(uint32_t place, int r) { return place + (r ^ (r / 16 & 3)) * 32; }
 
-// g of channels k0 .. k0 + 7 by one warp, into its own place at `out`: the sums of ChunkDecays<T, kD>, bit for bit.
-template <class T, int kD>
-__device__ __forceinline__ void warp_decays(uint32_t out, const KdaParams& p, const ChunkHead& c, int k0, int lane) {
-    using All = ChunkDecays<T, kD>;
-    constexpr int kSegments = All::kSegments, kSegmentRows = All::kSegmentRows;
-    constexpr int kChannels = kSegments / 4, kLanes = 8 / kChannels;  // of a lane; of a segment
-    const int segment = lane / kLanes, channel = lane % kLanes * kChannels;
-    const int64_t at = ((c.row + segment * kSegmentRows) * p.HV + c.hv) * kD + k0 + channel;
-    const int64_t stride = int64_t{p.HV} * kD;
-    const auto slot = [&](int i) {
-        return out + decay_row<kSegmentRows>(segment * kSegmentRows + i) * 32 + channel * 4;
-    };
-    {
-        float x[kSegmentRows][kChannels] = {};
-#pragma unroll
-        for (int i = 0; i < kSegmentRows; ++i)
-            if (segment * kSegmentRows + i < c.rows)
-#pragma unroll
-                for (int j = 0; j < kChannels; ++j)
-                    x[i][j] = p.g_f32 ? static_cast<const float*>(p.g)[at + i * stride + j]
-                                      : to_float(static_cast<const T*>(p.g)[at + i * stride + j]);
-#pragma unroll
-        for (int i = 0; i < kSegmentRows; ++i)
-#pragma unroll
-            for (int j = 0; j < kChannels; ++j) set_shared_f32(slot(i) + 4 * j, x[i][j]);
+// Sums along the rows of such a place by a warp, each lane 16 rows of a column.
+struct ColumnSums {
+    // Row 16 (lane / 8) + i; written so that four addresses serve all.
+    static __device__ __forceinline__ uint32_t at(uint32_t place, int lane, int i) {
+        return place + lane % 8 * 4 + lane / 8 * 512 + (i % 4 ^ lane / 8) * 32 + i / 4 * 128;
     }
-    const float rate = gate_rate(p, c.hv);
-    float bias[kChannels], sum[kChannels] = {};
+    // x[i]: row 16 (lane / 8) + i, added up from the first row on, or with kUp from the last one back; with the row's
+    // own where kOwn.
+    template <bool kUp, bool kOwn>
+    static __device__ __forceinline__ void sum(float (&x)[16], uint32_t place, int lane) {
+        float total = 0.f;
 #pragma unroll
-    for (int j = 0; j < kChannels; ++j)
-        bias[j] = p.gate != Gate::Pregated && p.dt_bias != nullptr
-                      ? p.dt_bias[int64_t{c.hv} * kD + k0 + channel + j]
-                      : 0.f;
-#pragma unroll 4
-    for (int i = 0; i < kSegmentRows; ++i)
-#pragma unroll
-        for (int j = 0; j < kChannels; ++j) {
-            if (segment * kSegmentRows + i < c.rows)
-                sum[j] += log2_decay(p, rate, shared_f32(slot(i) + 4 * j) + bias[j]);
-            set_shared_f32(slot(i) + 4 * j, sum[j]);
+        for (int n = 0; n < 16; ++n) {
+            const int i = kUp ? 15 - n : n;
+            const float own = shared_f32(at(place, lane, i));
+            x[i] = kOwn ? total + own : total;
+            total += own;
         }
-#pragma unroll
-    for (int j = 0; j < kChannels; ++j) {
         float before = 0.f;
 #pragma unroll
-        for (int i = 0; i < kSegments; ++i) {
-            const float s = __shfl_sync(~0u, sum[j], i * kLanes + lane % kLanes);
-            if (i < segment) before += s;
+        for (int n = 0; n < 4; ++n) {
+            const int segment = kUp ? 3 - n : n;
+            const float s = __shfl_sync(~0u, total, segment * 8 + lane % 8);
+            if (kUp ? segment > lane / 8 : segment < lane / 8) before += s;
         }
-#pragma unroll 4
-        for (int i = 0; i < kSegmentRows; ++i)
-            set_shared_f32(slot(i) + 4 * j, before + shared_f32(slot(i) + 4 * j));
+#pragma unroll
+        for (int i = 0; i < 16; ++i) x[i] += before;
     }
+    static __device__ __forceinline__ void store(const float (&x)[16], uint32_t place, int lane) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) set_shared_f32(at(place, lane, i), x[i]);
+    }
+};
+
+// g as given of channels col, col + 1 in rows first + 8 i, all on their way at once; past the chunk's last row, that.
+template <class T, int kCount>
+__device__ __forceinline__ void raw_gates(float2 (&x)[kCount], const KdaParams& p, const ChunkHead& c, int first,
+                                          int col, int heads) {
+    const int64_t at = (c.row * heads + c.hv) * p.K + col, stride = int64_t{heads} * p.K;
+    const auto offset = [&](int i) { return at + (first + 8 * i < c.rows ? first + 8 * i : c.rows - 1) * stride; };
+    if (p.g_f32) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            float y[2];
+            global_f32x2(y, static_cast<const float*>(p.g) + offset(i));
+            x[i] = make_float2(y[0], y[1]);
+        }
+    } else {
+        uint32_t y[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i)
+            y[i] = __ldg(reinterpret_cast<const uint32_t*>(static_cast<const T*>(p.g) + offset(i)));
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) x[i] = unpack2<T>(y[i]);
+    }
+}
+
+// g of channels k0 .. k0 + 7 by one warp, into its place.
+template <class T>
+__device__ __forceinline__ void warp_decays(uint32_t place, const KdaParams& p, const ChunkHead& c, int k0, int lane) {
+    const int g = lane / 4, col = k0 + lane % 4 * 2;
+    float2 x[8];
+    raw_gates<T>(x, p, c, g, col, p.HV);
+    const float rate = gate_rate(p, c.hv);
+    const float2 bias = gate_bias(p, c.hv, col);
+    const auto apply = [&](const auto& decay) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const float2 a = make_float2(decay(x[i].x + bias.x), decay(x[i].y + bias.y));
+            x[i] = make_float2(a.x < kLeastDecay ? kLeastDecay : a.x, a.y < kLeastDecay ? kLeastDecay : a.y);
+        }
+    };
+    if (p.gate == Gate::Pregated) {
+        apply([&](float z) { return unbounded_log2_decay<Gate::Pregated>(p, rate, z); });
+    } else if (p.gate == Gate::Softplus) {
+        apply([&](float z) { return unbounded_log2_decay<Gate::Softplus>(p, rate, z); });
+    } else {
+        apply([&](float z) { return unbounded_log2_decay<Gate::LowerBound>(p, rate, z); });
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const bool there = 8 * i + g < c.rows;
+        set_shared_f32x2(row_of(place, 8 * i + g) + lane % 4 * 8, there ? x[i].x : 0.f, there ? x[i].y : 0.f);
+    }
+    __syncwarp();
+    float sums[16];
+    ColumnSums::sum<false, true>(sums, place, lane);
+    ColumnSums::store(sums, place, lane);
 }
 
 // dx and the term of dA_log of one element from da and z = x + dt_bias. da of a token whose decay counts as kLeastDecay
 // is 0: no product reaches across it.
+template <Gate kGate>
 __device__ __forceinline__ void gate_backward(float& dx, float& dlog, const KdaParams& p, float rate, float z,
                                               float da) {
-    if (p.gate == Gate::Pregated) {
+    if constexpr (kGate == Gate::Pregated) {
         dx = kLog2E * z < kLeastDecay ? 0.f : da, dlog = 0.f;
-    } else if (p.gate == Gate::Softplus) {
+    } else if constexpr (kGate == Gate::Softplus) {
         const float a = -rate * softplus(z);
         if (kLog2E * a < kLeastDecay) da = 0.f;
         dx = -da * (rate * sigmoid(z)), dlog = da == 0.f ? 0.f : da * a;
@@ -109,6 +142,55 @@ __device__ __forceinline__ void gate_backward(float& dx, float& dlog, const KdaP
         const float y = rate * z, s = sigmoid(y), a = p.lower_bound * s;
         if (kLog2E * a < kLeastDecay) da = 0.f;
         dx = da * p.lower_bound * (s * sigmoid(-y)) * rate, dlog = dx * z;
+    }
+}
+
+// From da in a warp's place to dg of its channels, and this lane's sums: of dx of its two channels, and of dA_log.
+template <class T>
+__device__ __forceinline__ void gates_backward(float2& sum_dx, float& dlog, uint32_t place, const KdaParams& p,
+                                               const ChunkHead& c, int col, int lane,
+                                               int heads) {
+    constexpr int kCount = 4;  // rows of a lane at a time
+    const int t = lane % 4;
+    const float rate = gate_rate(p, c.hv);
+    const float2 bias = gate_bias(p, c.hv, col);
+    sum_dx = make_float2(0.f, 0.f), dlog = 0.f;
+#pragma unroll 1
+    for (int first = lane / 4; first < c.rows; first += 8 * kCount) {
+        float2 x[kCount], da[kCount], dx[kCount];
+        raw_gates<T>(x, p, c, first, col, heads);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            da[i] = shared_f32x2(row_of(place, first + 8 * i) + 8 * t);
+            if (first + 8 * i >= c.rows) da[i] = make_float2(0.f, 0.f);
+        }
+        const auto apply = [&](const auto& backward) {
+#pragma unroll
+            for (int i = 0; i < kCount; ++i) {
+                float2 log_term;
+                backward(dx[i].x, log_term.x, x[i].x + bias.x, da[i].x);
+                backward(dx[i].y, log_term.y, x[i].y + bias.y, da[i].y);
+                dlog += log_term.x + log_term.y;
+                sum_dx.x += dx[i].x, sum_dx.y += dx[i].y;
+            }
+        };
+        if (p.gate == Gate::Pregated) {
+            apply([&](float& d, float& l, float z, float a) { gate_backward<Gate::Pregated>(d, l, p, rate, z, a); });
+        } else if (p.gate == Gate::Softplus) {
+            apply([&](float& d, float& l, float z, float a) { gate_backward<Gate::Softplus>(d, l, p, rate, z, a); });
+        } else {
+            apply([&](float& d, float& l, float z, float a) { gate_backward<Gate::LowerBound>(d, l, p, rate, z, a); });
+        }
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            if (first + 8 * i >= c.rows) continue;
+            const int64_t at = ((c.row + first + 8 * i) * heads + c.hv) * p.K + col;
+            if (p.g_f32) {
+                store_global2(static_cast<float*>(p.dg) + at, dx[i].x, dx[i].y);
+            } else {
+                *reinterpret_cast<uint32_t*>(static_cast<T*>(p.dg) + at) = pack2<T>(dx[i].x, dx[i].y);
+            }
+        }
     }
 }
 
@@ -144,16 +226,23 @@ __device__ __forceinline__ void norm_backward(const KdaParams& p, const ChunkHea
                                               const void* x, uint32_t norms, void* out, float* head) {
     constexpr int kPieces = kD / 8, kStep = kRawThreads / kPieces;
     const int r0 = threadIdx.x / kPieces, col = threadIdx.x % kPieces * 8;
+    uint4 raw[kRows / kStep];  // all on their way at once
+#pragma unroll
+    for (int i = 0; i < kRows / kStep; ++i) {
+        const int r = r0 + i * kStep < c.rows ? r0 + i * kStep : c.rows - 1;
+        raw[i] = make_uint4(0, 0, 0, 0);
+        if (p.qk_l2norm)
+            raw[i] = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(x) +
+                                                          ((c.row + r) * p.H + c.h) * kD + col));
+    }
 #pragma unroll
     for (int i = 0; i < kRows / kStep; ++i) {
         const int r = r0 + i * kStep;
         const int64_t row = c.row + r, at = (row * p.H + c.h) * kD + col;
         float piece[4], y[8], d[8], sum = 0.f;
         shared_f32x4(piece, dy.at(r0, i * kStep, col));
-        uint4 raw = make_uint4(0, 0, 0, 0);
-        if (p.qk_l2norm && r < c.rows) raw = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(x) + at));
         const float norm = shared_f32(norms + 4 * r);
-        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+        const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             const float2 v = unpack2<T>(words[j]), w = unpack2<T>(__float_as_uint(piece[j]));

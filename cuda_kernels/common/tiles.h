@@ -148,9 +148,11 @@ struct KdaGradsTile {
     static constexpr int kDiagonal = kNormK + kRows * 4;  // of P
     static constexpr int kLog = kDiagonal + kRows * 4;    // [kWarps] fp32 of dA_log
     static constexpr int kSums = kLog + kWarps * 4;       // [kWarps][8] fp32: sum_v h dh of a warp's columns
+    static constexpr int kLast = kSums + kWarps * 32;     // and g of row L
     // What the start knew, for later: registers are short in between.
-    static constexpr int kHere = kSums + kWarps * 32;  // the chunk and head, 24 bytes
+    static constexpr int kHere = kLast + kWarps * 32;  // the chunk and head, 24 bytes
     static constexpr int kBase = kHere + 24;           // the first shared-space address
+    static constexpr int kZero = kBase + 4;
     static constexpr int kColumn = kBase + 8;          // [kWarps]: first column of the warp's pass
     static constexpr int kBytesTotal = kColumn + kWarps * 4;
 };
