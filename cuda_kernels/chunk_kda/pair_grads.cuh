@@ -112,78 +112,94 @@ struct PairGrads {
     // tile's dq and dk go over q and k, and its db to the warp's share.
     template <int m>
     __device__ __forceinline__ void near_levels() {
-        float db[2] = {};
         const FragA<T> rows = row_a(s_PD, lane, 16 * m, m), cols = col_a(s_PD, lane, 16 * m, m);
-        // One level. below, above: of this lane's two columns in rows g and g + 8 the pairs of the level whose row
-        // is in the second half, and in the first; S = 8 has whole registers of them.
-        const auto level = [&](auto is_8, int S, uint32_t below, uint32_t above) {
-            constexpr bool k8 = decltype(is_8)::value;
-            float f[4], kf[4], w[2];
+        float kx[4], db[2] = {};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float2 x = pair_of(a_k, m, i);
+            kx[2 * i] = x.x, kx[2 * i + 1] = x.y;
+        }
+        // U, W and f of rows 16 m + 8 i + g: in the place, and packed.
+        const auto operands = [&](int i, bool second, float w, const float (&f)[4], uint32_t& U, uint32_t& W) {
+            const float2 x = pair_of(second ? a_q : a_k, m, i);
+            U = pack2<T>(x.x * f[2 * i], x.y * f[2 * i + 1]);
+            W = pack2<T>(w * (kx[2 * i] * f[2 * i]), w * (kx[2 * i + 1] * f[2 * i + 1]));
+            set_shared_u32(place + 4 * lane + i * 128, U);
+            set_shared_u32(place + 4 * lane + 256 + i * 128, W);
+        };
+        {  // S = 8: rows g are the first half, rows g + 8 the second
+            float f[4];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) f[e] = decay(gv[m][e], __shfl_sync(~0u, gv[m][2 + e % 2], t));
             uint32_t U[2], W[2];
-            const bool lane_second = (g & S) != 0;
-            const int boundary = k8 ? t : ((g & (-2 * S)) + S) * 4 + t;
+            __syncwarp();
+            operands(0, false, 1.f, f, U[0], W[0]);
+            const float b = strength_of(m, 1);
+            operands(1, true, b, f, U[1], W[1]);
+            __syncwarp();
+            FragB<T> b_U, b_W;
+            ldmatrix_trans(b_U.r[0], b_U.r[1], b_W.r[0], b_W.r[1], place + 16 * lane);
+            const FragA<T> a_P{{0u, rows.r[1], cols.r[2], 0u}}, a_D{{0u, cols.r[1], rows.r[2], 0u}};
+            float x[4] = {}, y[4] = {};
+            mma(x, a_P, b_U);
+            mma(y, a_D, b_W);
+            const float2 u = unpack2<T>(U[0]), v = unpack2<T>(U[1]), w = unpack2<T>(W[1]);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const float F = x[j] + y[j], z = f[2 + j] * y[2 + j];
+                dk[m][j] = fmaf(f[j], F, dk[m][j]);
+                dg[m][j] = fmaf(-(j ? u.y : u.x), F, dg[m][j]);
+                dq[m][2 + j] = fmaf(f[2 + j], x[2 + j], dq[m][2 + j]);
+                dk[m][2 + j] = fmaf(b, z, dk[m][2 + j]);
+                dg[m][2 + j] = fmaf(j ? v.y : v.x, x[2 + j], dg[m][2 + j]);
+                dg[m][2 + j] = fmaf(j ? w.y : w.x, y[2 + j], dg[m][2 + j]);
+                db[1] = fmaf(kx[2 + j], z, db[1]);
+            }
+        }
+#pragma unroll 1
+        for (int S = 4; S >= 1; S /= 2) {
+            const bool second = (g & S) != 0;
+            const float in_second = second ? 1.f : 0.f, in_first = 1.f - in_second, sign = in_second - in_first;
+            const int boundary = ((g & (-2 * S)) + S) * 4 + t;
+            float f[4], w[2];
+            uint32_t U[2], W[2];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) f[e] = decay(gv[m][e], __shfl_sync(~0u, gv[m][e], boundary));
             __syncwarp();
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const bool second = k8 ? i == 1 : lane_second;
-#pragma unroll
-                for (int j = 0; j < 2; ++j)
-                    f[2 * i + j] = decay(gv[m][2 * i + j],
-                                         __shfl_sync(~0u, gv[m][k8 ? 2 + j : 2 * i + j], boundary));
-                const float2 k = pair_of(a_k, m, i);
-                kf[2 * i] = k.x * f[2 * i], kf[2 * i + 1] = k.y * f[2 * i + 1];
                 w[i] = second ? strength_of(m, i) : 1.f;
-                W[i] = pack2<T>(w[i] * kf[2 * i], w[i] * kf[2 * i + 1]);
-                if (k8 && i == 0) {
-                    U[i] = W[i];
-                } else {
-                    const float2 q = pair_of(second ? a_q : a_k, m, i);
-                    U[i] = pack2<T>(q.x * f[2 * i], q.y * f[2 * i + 1]);
-                }
-                set_shared_u32(place + 4 * lane + i * 128, U[i]);
-                set_shared_u32(place + 4 * lane + 256 + i * 128, W[i]);
+                operands(i, second, w[i], f, U[i], W[i]);
             }
             __syncwarp();
             FragB<T> b_U, b_W;
             ldmatrix_trans(b_U.r[0], b_U.r[1], b_W.r[0], b_W.r[1], place + 16 * lane);
-            FragA<T> a_P, a_D;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                a_P.r[i] = k8 ? (i == 1 ? rows.r[1] : i == 2 ? cols.r[2] : 0u)
-                           : i % 3 == 0 ? (rows.r[i] & below) | (cols.r[i] & above)
-                                        : 0u;
-                a_D.r[i] = k8 ? (i == 1 ? cols.r[1] : i == 2 ? rows.r[2] : 0u)
-                           : i % 3 == 0 ? (cols.r[i] & below) | (rows.r[i] & above)
-                                        : 0u;
-            }
+            // Of this lane's columns 2 t and 2 t + 1, which differ in bit 0, those that row g meets at this level.
+            const int apart = (g ^ 2 * t) & (8 - S);
+            const uint32_t met = (apart == S ? 0xffffu : 0u) | ((apart ^ (S & 1)) == S ? 0xffff0000u : 0u);
+            const FragA<T> a_P{
+                {(second ? rows.r[0] : cols.r[0]) & met, 0u, 0u, (second ? rows.r[3] : cols.r[3]) & met}};
+            const FragA<T> a_D{
+                {(second ? cols.r[0] : rows.r[0]) & met, 0u, 0u, (second ? cols.r[3] : rows.r[3]) & met}};
             float x[4] = {}, y[4] = {};
             mma(x, a_P, b_U);
             mma(y, a_D, b_W);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const bool second = k8 ? i == 1 : lane_second;
                 const float2 u = unpack2<T>(U[i]), v = unpack2<T>(W[i]);
                 float sum = 0.f;
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const int e = 2 * i + j;
-                    const float in_second = second ? f[e] : 0.f, in_first = second ? 0.f : f[e];
-                    const float pair = fmaf(j ? v.y : v.x, y[e], (j ? u.y : u.x) * x[e]);
-                    dq[m][e] = fmaf(in_second, x[e], dq[m][e]);
-                    dk[m][e] = fmaf(in_first, x[e], dk[m][e]);
-                    dk[m][e] = fmaf(w[i] * f[e], y[e], dk[m][e]);
-                    dg[m][e] += second ? pair : -pair;
-                    sum = fmaf(kf[e], y[e], sum);
+                    const float of_q = f[e] * x[e], of_k = f[e] * y[e];
+                    dq[m][e] = fmaf(in_second, of_q, dq[m][e]);
+                    dk[m][e] = fmaf(in_first, of_q, dk[m][e]);
+                    dk[m][e] = fmaf(w[i], of_k, dk[m][e]);
+                    dg[m][e] = fmaf(sign, fmaf(j ? v.y : v.x, y[e], (j ? u.y : u.x) * x[e]), dg[m][e]);
+                    sum = fmaf(kx[e], of_k, sum);
                 }
-                db[i] += second ? sum : 0.f;
+                db[i] = fmaf(in_second, sum, db[i]);
             }
-        };
-        level(Int<1>(), 8, 0u, 0u);
-#pragma unroll 1
-        for (int S = 4; S >= 1; S /= 2) {
-            const int apart = (g ^ 2 * t) & (8 - S);  // of column 2 t; that of 2 t + 1 differs in bit 0
-            const uint32_t both = (apart == S ? 0xffffu : 0u) | ((apart ^ (S & 1)) == S ? 0xffff0000u : 0u);
-            level(Int<0>(), S, g & S ? both : 0u, g & S ? 0u : both);
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

@@ -112,74 +112,11 @@ __device__ __forceinline__ float unbounded_log2_decay(const KdaParams& p, float 
            : kGate == Gate::Softplus ? -(kLog2E * rate) * softplus(z)
                                      : (kLog2E * p.lower_bound) * sigmoid(rate * z);
 }
-// a, from z = g as given + dt_bias.
-__device__ __forceinline__ float log2_decay(const KdaParams& p, float rate, float z) {
-    const float a = p.gate == Gate::Pregated   ? unbounded_log2_decay<Gate::Pregated>(p, rate, z)
-                    : p.gate == Gate::Softplus ? unbounded_log2_decay<Gate::Softplus>(p, rate, z)
-                                               : unbounded_log2_decay<Gate::LowerBound>(p, rate, z);
-    return a < kLeastDecay ? kLeastDecay : a;  // NaN stays
-}
-
 // dt_bias of channels col and col + 1; 0 where there is none.
 __device__ __forceinline__ float2 gate_bias(const KdaParams& p, int hv, int col) {
     float x[2] = {0.f, 0.f};
     if (p.gate != Gate::Pregated && p.dt_bias != nullptr) global_f32x2(x, p.dt_bias + int64_t{hv} * p.K + col);
     return make_float2(x[0], x[1]);
 }
-
-// g as given of channels col and col + 1 in row r of the chunk.
-template <class T>
-__device__ __forceinline__ float2 raw_gate(const KdaParams& p, const ChunkHead& c, int r, int col) {
-    const int64_t at = ((c.row + r) * p.HV + c.hv) * p.K + col;
-    if (!p.g_f32) return unpack2<T>(*reinterpret_cast<const uint32_t*>(static_cast<const T*>(p.g) + at));
-    float x[2];
-    global_f32x2(x, static_cast<const float*>(p.g) + at);
-    return make_float2(x[0], x[1]);
-}
-
-// g of the chunk, in two steps with a __syncthreads between them. A thread owns two neighbouring channels in a segment
-// of kSegmentRows rows: the first step leaves the segment's sums at `sums`, fp32 [kSegments][kK], and the second writes
-// g into the tile.
-template <class T, int kK>
-struct ChunkDecays {
-    static constexpr int kSegments = kRawThreads / (kK / 2), kSegmentRows = kRows / kSegments;
-    static constexpr int kSumsBytes = kSegments * kK * 4;
-    float2 x[kSegmentRows];  // raw, then inclusive sums of a over the segment
-
-    static __device__ __forceinline__ int segment() { return threadIdx.x / (kK / 2); }
-    static __device__ __forceinline__ int col() { return threadIdx.x % (kK / 2) * 2; }
-
-    __device__ __forceinline__ void load(const KdaParams& p, const ChunkHead& c) {
-#pragma unroll
-        for (int i = 0; i < kSegmentRows; ++i) {
-            const int r = segment() * kSegmentRows + i;
-            x[i] = r < c.rows ? raw_gate<T>(p, c, r, col()) : make_float2(0.f, 0.f);
-        }
-    }
-    __device__ __forceinline__ void sum_segments(uint32_t sums, const KdaParams& p, const ChunkHead& c) {
-        const float rate = gate_rate(p, c.hv);
-        const float2 bias = gate_bias(p, c.hv, col());
-        float2 sum = make_float2(0.f, 0.f);
-#pragma unroll
-        for (int i = 0; i < kSegmentRows; ++i) {
-            if (segment() * kSegmentRows + i < c.rows) {
-                sum.x += log2_decay(p, rate, x[i].x + bias.x);
-                sum.y += log2_decay(p, rate, x[i].y + bias.y);
-            }
-            x[i] = sum;
-        }
-        set_shared_f32x2(sums + (segment() * kK + col()) * 4, sum.x, sum.y);
-    }
-    __device__ __forceinline__ void store(const Tile<float, kK>& g, uint32_t sums) const {
-        float2 before = make_float2(0.f, 0.f);
-        for (int i = 0; i < segment(); ++i) {
-            const float2 s = shared_f32x2(sums + (i * kK + col()) * 4);
-            before.x += s.x, before.y += s.y;
-        }
-#pragma unroll
-        for (int i = 0; i < kSegmentRows; ++i)
-            store2(g, segment() * kSegmentRows + i, 0, col(), before.x + x[i].x, before.y + x[i].y);
-    }
-};
 
 }  // namespace kda
