@@ -132,13 +132,11 @@ __device__ __forceinline__ void load_stage(const KdaParams& p, const ScanWork& s
     copy_pieces<kHead * 4, kStep>(base + Cfg::kDecay, p.decay, entry, j);
 }
 
-// Accumulators of 16 rows and 8 kN columns, times a factor, rounded: of each tile of 8 columns the pairs of row g and
-// of row g + 8.
+// Accumulators of 16 rows and 8 kN columns, rounded: of each tile of 8 columns the pairs of row g and of row g + 8.
 template <class T, int kN>
-__device__ __forceinline__ void pack(uint32_t (&x)[kN][2], const float (&d)[kN][4], float factor = 1.f) {
+__device__ __forceinline__ void pack(uint32_t (&x)[kN][2], const float (&d)[kN][4]) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n)
-        x[n][0] = pack2<T>(factor * d[n][0], factor * d[n][1]), x[n][1] = pack2<T>(factor * d[n][2], factor * d[n][3]);
+    for (int n = 0; n < kN; ++n) x[n][0] = pack2<T>(d[n][0], d[n][1]), x[n][1] = pack2<T>(d[n][2], d[n][3]);
 }
 template <int kN>
 __device__ __forceinline__ void scale(float (&d)[kN][4], float factor) {
@@ -244,11 +242,10 @@ __device__ __forceinline__ void scan(const ScanParams& a, int64_t block) {
     float S[kKTiles][4] = {};
     const float* start = kScan == Scan::Reverse ? p.dht : p.h0;
     if (start != nullptr) load_state<kHead>(S, start + work.state, v, p.v_first);
-    // The reverse scan, whose state takes q 2^g and w, carries it times what those are stored times.
-    constexpr float kStored = kStoredScale<T>, kCarried = kScan == Scan::Reverse ? kStored : 1.f;
-    scale(S, kCarried);
+    // In the reverse scan q 2^g and w add to the state, which is times what those are stored times meanwhile.
+    constexpr float kStored = kStoredScale<T>, kAdded = kScan == Scan::Reverse ? kStored : 1.f;
     uint32_t S16[kKTiles][2];
-    pack<T>(S16, S, 1.f / kCarried);
+    pack<T>(S16, S);
 
     int place = 0;
 #pragma unroll 1
@@ -262,7 +259,8 @@ __device__ __forceinline__ void scan(const ScanParams& a, int64_t block) {
         if constexpr (kScan == Scan::Reverse) store_image<T, kHead>(p.dh, entry, v, S16);
 #pragma unroll
         for (int n = 0; n < kKTiles; ++n) {
-            const float2 d = shared_f32x2(stage.decay() + 4 * (8 * n + 2 * t));
+            float2 d = shared_f32x2(stage.decay() + 4 * (8 * n + 2 * t));
+            d.x *= kAdded, d.y *= kAdded;
             S[n][0] *= d.x, S[n][1] *= d.y, S[n][2] *= d.x, S[n][3] *= d.y;
         }
 
@@ -382,9 +380,9 @@ __device__ __forceinline__ void scan(const ScanParams& a, int64_t block) {
                     mma(S[n], as_a<T>(dv16, 2 * i + 1), b[1]);
                 }
         }
-        pack<T>(S16, S, 1.f / kCarried);
+        scale(S, 1.f / kAdded);
+        pack<T>(S16, S);
     }
-    scale(S, 1.f / kCarried);
     float* end = kScan == Scan::Forward ? p.ht : kScan == Scan::Reverse ? p.dh0 : nullptr;
     if (end != nullptr) store_state<kHead>(S, end + work.state, v, p.v_first);
 }
