@@ -15,6 +15,8 @@ from mindspeed_kda.npu_kernels import launch as launching  # noqa: E402
 from mindspeed_kda.npu_kernels.wy_dqkg import plan  # noqa: E402
 
 STREAM = 7
+LARGEST_SIZE = 2**16
+"""No number of these calls is larger, and no address smaller."""
 
 
 class Recorder:
@@ -78,7 +80,7 @@ def labelled(launches, call, out):
         for name, value in values.items():
             if torch.is_tensor(value):
                 value = value.data_ptr()
-            if name != "chunk_indices" and isinstance(value, int) and value > 2**32 and value not in known:
+            if name != "chunk_indices" and isinstance(value, int) and value > LARGEST_SIZE and value not in known:
                 places[value] = name
     base = min(places)
     known |= {at: f"workspace + {at - base}" for at in places}
