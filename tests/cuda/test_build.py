@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from sources import ROOT, build, load
 
 from mindspeed_kda import config
 from mindspeed_kda.backends import cuda_backend
@@ -17,18 +17,6 @@ from mindspeed_kda.contracts import chunk_kda, wy_dqkg
 from mindspeed_kda.testing.inputs import wy_inputs
 from mindspeed_kda.testing.kda_inputs import kda_inputs
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-build = load(ROOT / "cuda_kernels/build.py")
 report = load(ROOT / "ci/nvcc_report.py")
 
 PTXAS = """

@@ -3,13 +3,11 @@ float64. The emulator stands for the binding alone."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from sources import KERNELS, build, emulated
 
 from mindspeed_kda import chunk_kda
 from mindspeed_kda.backends import cuda_backend
@@ -23,20 +21,9 @@ from mindspeed_kda.testing.kda_inputs import kda_inputs
 from mindspeed_kda.testing.metrics import assert_accurate
 from mindspeed_kda.testing.oracle import gradients
 
-KERNELS = Path(__file__).resolve().parents[2] / "cuda_kernels"
 NAMESPACE = "mindspeed_kda_cuda"
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-build = load(KERNELS / "build.py")
-emulated = load(KERNELS / "emulator/emulated.py")
 SCHEDULES = (emulated.FORWARD, emulated.REVERSE)
 
 

@@ -6,12 +6,9 @@ the main dtype; every gradient is held to the float64 reference's, which tests/r
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from sources import build, emulated
 
 from mindspeed_kda.contracts import chunk_kda
 from mindspeed_kda.cuda_kernels.chunk_kda import layout
@@ -21,21 +18,8 @@ from mindspeed_kda.testing.kda_cases import GATE_PARAMETERS, LIMIT
 from mindspeed_kda.testing.kda_inputs import kda_inputs
 from mindspeed_kda.testing.metrics import assert_accurate
 
-KERNELS = Path(__file__).resolve().parents[2] / "cuda_kernels"
 SOURCES = ("chunk_kda/plan.cu", "chunk_kda/grads.cu", "chunk_kda/reduce.cu")
 STAGES = ["plan", "grads", "reduce"]
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-build = load(KERNELS / "build.py")
-emulated = load(KERNELS / "emulator/emulated.py")
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from sources import build, emulated
 
 from mindspeed_kda.contracts import chunk_kda
 from mindspeed_kda.cuda_kernels.chunk_kda import layout
@@ -16,20 +14,6 @@ from mindspeed_kda.reference import transforms
 from mindspeed_kda.testing.covering import pairwise
 from mindspeed_kda.testing.kda_inputs import kda_inputs
 from mindspeed_kda.testing.metrics import assert_accurate
-
-KERNELS = Path(__file__).resolve().parents[2] / "cuda_kernels"
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-build = load(KERNELS / "build.py")
-emulated = load(KERNELS / "emulator/emulated.py")
 
 
 def built(out, **how):

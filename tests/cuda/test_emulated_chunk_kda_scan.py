@@ -4,31 +4,15 @@ from tiles and a start that have nothing to do with each other."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from sources import build, emulated
 
 from mindspeed_kda.contracts import chunk_kda
 from mindspeed_kda.cuda_kernels.chunk_kda import layout
 from mindspeed_kda.testing import metrics
 from mindspeed_kda.testing.kda_inputs import kda_inputs
-
-KERNELS = Path(__file__).resolve().parents[2] / "cuda_kernels"
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-build = load(KERNELS / "build.py")
-emulated = load(KERNELS / "emulator/emulated.py")
 
 PACKED = (0, 65, 1, 63, 200, 0)
 MANY = (0,) * 40 + (65,) + (0,) * 30 + (130, 1)

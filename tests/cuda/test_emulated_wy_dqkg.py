@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from sources import KERNELS, build, emulated
 
 from mindspeed_kda.chunks import cdiv
 from mindspeed_kda.contracts import wy_dqkg
 from mindspeed_kda.testing.covering import pairwise
 from mindspeed_kda.testing.inputs import wy_inputs
 from mindspeed_kda.testing.wy_check import assert_right
-
-KERNELS = Path(__file__).resolve().parents[2] / "cuda_kernels"
-
-
-def load(path):
-    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-build = load(KERNELS / "build.py")
-emulated = load(KERNELS / "emulator/emulated.py")
 
 
 def built(out, **how):

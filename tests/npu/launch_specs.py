@@ -1,6 +1,8 @@
-"""Whether a recorded launch is one that the compile gate lists."""
+"""Launches as an NPU would get them, recorded, and whether the compile gate lists one."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 
@@ -22,3 +24,23 @@ def same(spec, given):
         if not same:
             return False
     return True
+
+
+def recorded_on(target, plan, monkeypatch):
+    """The list of launches that the plan makes from here on: (kernel name, grid, arguments). Nothing runs."""
+    import triton
+
+    from mindspeed_kda.npu_kernels import launch
+
+    seen = []
+
+    def run(self, *args, grid, warmup, **kwargs):
+        assert not args
+        seen.append((self.fn.__name__, grid, kwargs))
+
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
+    cores = launch.Cores(target.cube_cores, target.vector_cores)
+    monkeypatch.setattr(launch, "cores", lambda kind, index: cores)
+    sizes_of = plan.sizes_of
+    monkeypatch.setattr(plan, "sizes_of", lambda call, **kw: dataclasses.replace(sizes_of(call, **kw), target="npu"))
+    return seen

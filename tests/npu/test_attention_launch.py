@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 
 import pytest
 import torch
-from launch_specs import same
+from launch_specs import recorded_on, same
 
 from mindspeed_kda.contracts import flash_attention as contract
 from mindspeed_kda.npu_kernels.ascend_check.spec import Config
 from mindspeed_kda.npu_kernels.ascend_check.targets import TARGETS
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 from mindspeed_kda.npu_kernels import launch as launching  # noqa: E402
 from mindspeed_kda.npu_kernels import tiling  # noqa: E402
@@ -36,18 +35,7 @@ OPTIONS = {
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Launches as an NPU would get them: (kernel name, grid, arguments), nothing runs."""
-    seen = []
-    monkeypatch.setattr(
-        triton.runtime.jit.JITFunction,
-        "run",
-        lambda self, *args, grid, warmup, **kwargs: seen.append((self.fn.__name__, grid, kwargs)),
-    )
-    cores = launching.Cores(TARGET.cube_cores, TARGET.vector_cores)
-    monkeypatch.setattr(launching, "cores", lambda kind, index: cores)
-    sizes_of = plan.sizes_of
-    monkeypatch.setattr(plan, "sizes_of", lambda call: dataclasses.replace(sizes_of(call), target="npu"))
-    return seen
+    return recorded_on(TARGET, plan, monkeypatch)
 
 
 def call_of(lengths=None, T=300, D=60, DV=100, dtype=torch.float16, **options):

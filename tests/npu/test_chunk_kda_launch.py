@@ -8,16 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from launch_specs import same
+from launch_specs import recorded_on, same
 
 from mindspeed_kda.contracts import chunk_kda as contract
 from mindspeed_kda.npu_kernels.ascend_check.spec import Config
 from mindspeed_kda.npu_kernels.ascend_check.targets import TARGETS
 from mindspeed_kda.testing.kda_inputs import kda_inputs
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from mindspeed_kda.npu_kernels import launch as launching  # noqa: E402
 from mindspeed_kda.npu_kernels.chunk_kda import gate, plan, specs  # noqa: E402
 
 TARGET = TARGETS["Ascend910B3"]
@@ -27,19 +26,7 @@ BACKWARD = ["prepare", "scan", "scan_bwd", "values", "states", "grads", "grads",
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Launches of the plan as an NPU would get them: (kernel name, grid, arguments), nothing runs."""
-    seen = []
-
-    def run(self, *args, grid, warmup, **kwargs):
-        assert not args
-        seen.append((self.fn.__name__, grid, kwargs))
-
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", run)
-    cores = launching.Cores(TARGET.cube_cores, TARGET.vector_cores)
-    monkeypatch.setattr(launching, "cores", lambda kind, index: cores)
-    sizes_of = plan.sizes_of
-    monkeypatch.setattr(plan, "sizes_of", lambda call, **kw: dataclasses.replace(sizes_of(call, **kw), target="npu"))
-    return seen
+    return recorded_on(TARGET, plan, monkeypatch)
 
 
 def run_both(**options):

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from launch_specs import same
+from launch_specs import recorded_on, same
 
 from mindspeed_kda import fused_recurrent_kda
 from mindspeed_kda.contracts import fused_recurrent_kda as contract
@@ -16,9 +16,8 @@ from mindspeed_kda.testing.inputs import kda_inputs, to_float64
 from mindspeed_kda.testing.metrics import assert_accurate
 from mindspeed_kda.testing.oracle import recurrence
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from mindspeed_kda.npu_kernels import launch as launching  # noqa: E402
 from mindspeed_kda.npu_kernels.fused_recurrent_kda import gate, plan  # noqa: E402
 
 TARGET = TARGETS["Ascend910B3"]
@@ -66,18 +65,7 @@ def test_states_are_optional(interpreter):
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Launches as an NPU would get them: (kernel name, grid, arguments), nothing runs."""
-    seen = []
-    monkeypatch.setattr(
-        triton.runtime.jit.JITFunction,
-        "run",
-        lambda self, *args, grid, warmup, **kwargs: seen.append((self.fn.__name__, grid, kwargs)),
-    )
-    cores = launching.Cores(TARGET.cube_cores, TARGET.vector_cores)
-    monkeypatch.setattr(launching, "cores", lambda kind, index: cores)
-    sizes_of = plan.sizes_of
-    monkeypatch.setattr(plan, "sizes_of", lambda call, **kw: dataclasses.replace(sizes_of(call, **kw), target="npu"))
-    return seen
+    return recorded_on(TARGET, plan, monkeypatch)
 
 
 @pytest.mark.parametrize("lengths", [None, [9, 3]], ids=str)
