@@ -15,9 +15,9 @@ from mindspeed_kda.npu_kernels.ascend_check.targets import TARGETS
 
 pytest.importorskip("triton")
 
-from mindspeed_kda.npu_kernels import launch as launching  # noqa: E402
-from mindspeed_kda.npu_kernels import tiling  # noqa: E402
-from mindspeed_kda.npu_kernels.flash_attention import gate, plan  # noqa: E402
+from mindspeed_kda.npu_kernels import launch as launching
+from mindspeed_kda.npu_kernels import tiling
+from mindspeed_kda.npu_kernels.flash_attention import gate, plan
 
 TARGET = TARGETS["Ascend910B3"]
 NAMES = {

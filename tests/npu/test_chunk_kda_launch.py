@@ -17,7 +17,7 @@ from mindspeed_kda.testing.kda_inputs import kda_inputs
 
 pytest.importorskip("triton")
 
-from mindspeed_kda.npu_kernels.chunk_kda import gate, plan, specs  # noqa: E402
+from mindspeed_kda.npu_kernels.chunk_kda import gate, plan, specs
 
 TARGET = TARGETS["Ascend910B3"]
 FORWARD = ["prepare", "intra", "scan"]

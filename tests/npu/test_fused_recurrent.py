@@ -18,7 +18,7 @@ from mindspeed_kda.testing.oracle import recurrence
 
 pytest.importorskip("triton")
 
-from mindspeed_kda.npu_kernels.fused_recurrent_kda import gate, plan  # noqa: E402
+from mindspeed_kda.npu_kernels.fused_recurrent_kda import gate, plan
 
 TARGET = TARGETS["Ascend910B3"]
 LIMIT = {torch.float32: 1e-5, torch.float16: 1e-3}
