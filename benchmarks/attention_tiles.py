@@ -2,9 +2,10 @@
 
     python benchmarks/attention_tiles.py                          all stages, D 64, 128, 256, causal and not
     python benchmarks/attention_tiles.py --stages attention_dq --heads 128 --json out.json
+    python benchmarks/attention_tiles.py --window 1024            causal with a window to the left
 
-bf16, B2 H16 T8192. Each result is held against PyTorch's flash kernel before it is timed. Candidates compile in
-processes of their own first, since that is what takes the time.
+bf16, B2 H16 T8192. Each result is held against PyTorch's flash kernel before it is timed, with a window against the
+tiles that the table has. Candidates compile in processes of their own first, since that is what takes the time.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ CANDIDATES = {
     ("attention_dq", 256): ((64, 32, 4, 2), (64, 32, 8, 2), (64, 64, 8, 1), (64, 64, 8, 2), (128, 32, 8, 2)),
 }  # fmt: skip
 """BM, BN, warps and stages by stage and head size."""
+TABLE = tiling.ATTENTION
 AGREE = 2e-2
 """Largest RMS ratio between ours and the flash kernel's result."""
 B, H = 2, 16
@@ -65,21 +67,31 @@ def choose(tile: tuple[int, ...]) -> None:
     tiling.attention_tile.cache_clear()
 
 
+def table() -> None:
+    """Every stage takes the table's tile again."""
+    tiling.ATTENTION = TABLE
+    tiling.attention_tile.cache_clear()
+
+
 class Work:
     """One call's tensors, and each stage on them."""
 
-    def __init__(self, B: int, T: int, D: int, causal: bool) -> None:
+    def __init__(self, B: int, T: int, D: int, causal: bool, window: int | None = None) -> None:
         gen = torch.Generator("cuda").manual_seed(0)
         q, k, v, self.do = (torch.randn(B, T, H, D, generator=gen, device="cuda").bfloat16() for _ in range(4))
-        self.call = contract.check(q, k, v, causal=causal, deterministic=False)
-        aten = torch.ops.aten
-        t = [x.transpose(1, 2) for x in (q, k, v)]
-        o, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(*t, 0.0, causal)
-        grads = aten._scaled_dot_product_flash_attention_backward(
-            self.do.transpose(1, 2), *t, o, lse, None, None, T, T, 0.0, causal, seed, offset
-        )
-        self.o, self.lse = o.transpose(1, 2).contiguous(), lse
-        self.grads = dict(zip(("dq", "dk", "dv"), (g.transpose(1, 2) for g in grads), strict=True))
+        self.call = contract.check(q, k, v, causal=causal, window=(window, None), deterministic=window is not None)
+        if window is None:
+            aten = torch.ops.aten
+            t = [x.transpose(1, 2) for x in (q, k, v)]
+            o, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(*t, 0.0, causal)
+            grads = aten._scaled_dot_product_flash_attention_backward(
+                self.do.transpose(1, 2), *t, o, lse, None, None, T, T, 0.0, causal, seed, offset
+            )
+            self.o, self.lse = o.transpose(1, 2).contiguous(), lse
+            self.grads = dict(zip(("dq", "dk", "dv"), (g.transpose(1, 2) for g in grads), strict=True))
+        else:
+            self.o, self.lse = plan.forward(self.call)
+            self.grads = plan.backward(self.call, self.o, self.lse, self.do)._asdict()
         self.r = (self.do.float() * self.o.float()).sum(-1).transpose(1, 2).contiguous()
         self.out = {name: torch.empty_like(q) for name in ("o", "dq", "dk", "dv")}
         self.total = torch.zeros(q.shape, device="cuda")
@@ -111,13 +123,15 @@ def rms_ratio(got: Tensor, want: Tensor) -> float:
     return float((got.float() - want.float()).square().mean().sqrt() / want.float().square().mean().sqrt())
 
 
-def compile_one(job: tuple[str, int, bool, tuple[int, ...]]) -> str | None:
+def compile_one(job: tuple[str, int, bool, int | None, tuple[int, ...]]) -> str | None:
     """Compiles in this process, for Triton's cache on disk; the first line of what went wrong, or None."""
-    stage, D, causal, tile = job
-    choose(tile)
+    stage, D, causal, window, tile = job
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            Work(1, 256, D, causal).run(stage)
+            table()
+            work = Work(1, 256, D, causal, window)
+            choose(tile)
+            work.run(stage)
             torch.cuda.synchronize()
     except Exception as error:  # a tile that does not fit is a row of the table
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:100]
@@ -134,17 +148,20 @@ def main() -> None:
     parser.add_argument("--stages", nargs="+", choices=stages, default=stages)
     parser.add_argument("--heads", nargs="+", type=int, choices=(64, 128, 256), default=[64, 128, 256])
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--window", type=int, help="keys to the left that a causal query sees (default: all)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     chosen = [(s, D) for D in args.heads for s in args.stages]
-    jobs = [(s, D, causal, tile) for (s, D) in chosen for tile in CANDIDATES[s, D] for causal in (True, False)]
+    masks = (True, False) if args.window is None else (True,)
+    jobs = [(s, D, causal, args.window, tile) for (s, D) in chosen for tile in CANDIDATES[s, D] for causal in masks]
     # forked before CUDA starts here; the longest-running stages first
     with multiprocessing.get_context("fork").Pool(min(len(jobs), os.cpu_count() or 1)) as pool:
         failed = dict(zip(jobs, pool.map(compile_one, jobs, chunksize=1), strict=True))
     device = torch.device("cuda")
     rows = []
-    for D, causal in itertools.product(args.heads, (True, False)):
-        work = Work(B, args.tokens, D, causal)
+    for D, causal in itertools.product(args.heads, masks):
+        table()
+        work = Work(B, args.tokens, D, causal, args.window)
         for stage in args.stages:
             for tile in CANDIDATES[stage, D]:
                 row = {
@@ -153,7 +170,7 @@ def main() -> None:
                     "causal": causal,
                     **dict(zip(("BM", "BN", "warps", "stages"), tile, strict=True)),
                 }
-                why = failed[stage, D, causal, tile]
+                why = failed[stage, D, causal, args.window, tile]
                 if why is None:
                     choose(tile)
                     for x in work.out.values():
@@ -172,6 +189,7 @@ def main() -> None:
             "B": B,
             "H": H,
             "T": args.tokens,
+            "window": args.window,
             "rows": rows,
         }
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

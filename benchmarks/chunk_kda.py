@@ -5,11 +5,13 @@
 
 The raw contract: norm of q and k, lower-bounded gate (-5) and sigmoid of beta in the op. Each backend's gradients are
 held against the first's before it is timed. Times are medians of GPU events around whole calls, host work included.
+flash-linear-attention's kernels take the configurations of fla_configs.json (see chunk_kda_cuda.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton_tuning import Tuning, known
 
 from mindspeed_kda import chunk_kda
 from mindspeed_kda.testing.timing import copy_speed, device_name, median_time
@@ -79,30 +82,9 @@ def rms_ratio(got: Tensor, reference: Tensor) -> float:
     return float(error / size.clamp(min=1e-30))
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", default="2048,8192", help="lengths T, comma separated (default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=32, help="H = HV (default: %(default)s)")
-    parser.add_argument("--size", type=int, default=128, help="K = V (default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="main dtype (default: %(default)s)")
-    parser.add_argument("--backends", default="triton", help="comma separated; the first judges (default: %(default)s)")
-    parser.add_argument("--peer", help="fla: flash-linear-attention's chunk_kda beside ours")
-    parser.add_argument("--kernels", action="store_true", help="time of each kernel too")
-    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    args = parser.parse_args(argv)
-    contestants = {n: lambda n=n, **kw: chunk_kda(**kw, backend=n) for n in args.backends.split(",")}
-    if args.peer:
-        contestants[args.peer] = peer(args.peer)
-    dtype, device = DTYPES[args.dtype], torch.device(args.device)
-    result: dict[str, Any] = {
-        "device": device_name(device),
-        "torch": torch.__version__,
-        "dtype": args.dtype,
-        "rows": [],
-    }
-    result["copy_bytes_per_s"] = copy_speed(device)
-    failed = False
+def timed(args: argparse.Namespace, contestants: dict[str, Callable[..., Any]], rows: list[dict[str, Any]]) -> bool:
+    """Prints and appends the rows; whether one's gradients were off."""
+    dtype, device, failed = DTYPES[args.dtype], torch.device(args.device), False
     for tokens in map(int, args.tokens.split(",")):
         leaves = inputs(tokens, args.heads, args.size, dtype, args.device)
         do = torch.randn_like(leaves["v"])
@@ -124,7 +106,35 @@ def main(argv: list[str] | None = None) -> int:
                 row["kernels_us"] = kernels_of(both)
                 for kernel, t in list(row["kernels_us"].items())[:24]:
                     print(f"  {t:9.1f} us  {kernel}")
-            result["rows"].append(row)
+            rows.append(row)
+    return failed
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="2048,8192", help="lengths T, comma separated (default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=32, help="H = HV (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=128, help="K = V (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="main dtype (default: %(default)s)")
+    parser.add_argument("--backends", default="triton", help="comma separated; the first judges (default: %(default)s)")
+    parser.add_argument("--peer", help="fla: flash-linear-attention's chunk_kda beside ours")
+    parser.add_argument("--kernels", action="store_true", help="time of each kernel too")
+    parser.add_argument("--device", default="cuda", help="(default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args(argv)
+    contestants = {n: lambda n=n, **kw: chunk_kda(**kw, backend=n) for n in args.backends.split(",")}
+    if args.peer:
+        contestants[args.peer] = peer(args.peer)
+    device = torch.device(args.device)
+    result: dict[str, Any] = {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "dtype": args.dtype,
+        "rows": [],
+    }
+    result["copy_bytes_per_s"] = copy_speed(device)
+    with Tuning(known()) if args.peer else contextlib.nullcontext():
+        failed = timed(args, contestants, result["rows"])
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return int(failed)

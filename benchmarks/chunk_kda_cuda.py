@@ -32,13 +32,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from triton_tuning import Tuning
+from triton_tuning import CONFIGS, Tuning, known
 
 from mindspeed_kda import chunk_kda
 from mindspeed_kda.testing.timing import copy_speed, device_name, median_time
 
 K = 128
-CONFIGS = Path(__file__).parent / "fla_configs.json"
 RAW = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
        "safe_gate": True, "lower_bound": -5.0}  # fmt: skip
 BAR = {"raw, T 8192: forward": 0.45, "raw, T 8192": 0.42, "raw, T 32768": 0.45, "packed 8 x 1024": 0.45,
@@ -346,8 +345,7 @@ def main() -> None:
     names = args.cases.split(";")
     with contextlib.ExitStack() as stack:
         if "fla" in contestants:
-            known = {} if args.tune else json.loads(CONFIGS.read_text(encoding="utf-8"))
-            tuning = stack.enter_context(Tuning(known))
+            tuning = stack.enter_context(Tuning({} if args.tune else known()))
             if args.tune:
                 steps(contestants["fla"], Case(8192))[1]()
                 CONFIGS.write_text(json.dumps(tuning.chosen(), indent=1) + "\n", encoding="utf-8")

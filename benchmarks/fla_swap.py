@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton_tuning import Tuning, known
 
 from mindspeed_kda import chunk_kda, chunk_kda_bwd_wy_dqkg_fused
 from mindspeed_kda.testing.timing import device_name, median_time
@@ -74,25 +75,10 @@ def error(got: Tensor, expected: Tensor) -> float:
     return float((got.double() - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192, help="T of the timed calls (default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=32, help="(default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp16", help="that of its tests (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    args = parser.parse_args()
-    try:
-        from fla.ops.kda import chunk_bwd
-        from fla.ops.kda import chunk_kda as theirs
-    except ImportError as why:
-        raise SystemExit(f"flash-linear-attention cannot be imported: {why}") from None
-    start = time.monotonic()
+def compared(
+    args: argparse.Namespace, theirs: Callable[..., Any], chunk_bwd: Any, result: dict[str, Any], start: float
+) -> int:
     dtype = DTYPES[args.dtype]
-    result: dict[str, Any] = {
-        "device": device_name(torch.device("cuda")), "torch": torch.__version__, "dtype": args.dtype,
-        "heads": args.heads, "tokens": args.tokens, "check_tokens": 512,
-    }  # fmt: skip
-
     leaves = inputs(512, args.heads, 128, dtype)
     do = torch.randn_like(leaves["v"])
     exact = {n: t.detach().double().requires_grad_() for n, t in leaves.items()}
@@ -122,6 +108,28 @@ def main() -> int:
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return int(failed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192, help="T of the timed calls (default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=32, help="(default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16", help="that of its tests (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    args = parser.parse_args()
+    try:
+        from fla.ops.kda import chunk_bwd
+        from fla.ops.kda import chunk_kda as theirs
+    except ImportError as why:
+        raise SystemExit(f"flash-linear-attention cannot be imported: {why}") from None
+    start = time.monotonic()
+    result: dict[str, Any] = {
+        "device": device_name(torch.device("cuda")), "torch": torch.__version__, "dtype": args.dtype,
+        "heads": args.heads, "tokens": args.tokens, "check_tokens": 512,
+    }  # fmt: skip
+
+    with Tuning(known()):
+        return compared(args, theirs, chunk_bwd, result, start)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,24 @@
-"""Triton's tuning of a peer's kernels, in the time that a shared GPU leaves: used by chunk_kda_cuda.py."""
+"""Triton's tuning of a peer's kernels, in the time that a shared GPU leaves: used by the other scripts here."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 Step = Callable[[], Any]
+
+CONFIGS = Path(__file__).parent / "fla_configs.json"
+"""Of flash-linear-attention's kernels, as its own tuning chose them: `chunk_kda_cuda.py --tune` writes it."""
+
+
+def known() -> dict[str, dict[str, int]]:
+    return json.loads(CONFIGS.read_text(encoding="utf-8"))
 
 
 class Tuning:

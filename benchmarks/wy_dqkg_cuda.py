@@ -4,7 +4,8 @@ flash-linear-attention's op where it is installed, all in one run.
     python benchmarks/wy_dqkg_cuda.py --out benchmarks/results
 
 flash-linear-attention's op is timed where the states are 16-bit, as its own forward hands them over (`--peer-cases`
-names others; with fp32 states its tuning takes minutes a case). Writes wy_dqkg_cuda.json, .md (the table) and .png.
+names others), with the configuration of fla_configs.json (see chunk_kda_cuda.py). Writes wy_dqkg_cuda.json, .md (the
+table) and .png.
 Floor: bytes (each input read once, each output written once) over the speed of a device-to-device copy measured in the
 same run. Each case is checked against float64 at T = 128 first. The native kernel goes first through all cases, then
 the peers, and files are written after every case: a run that is cut short leaves what it has.
@@ -13,6 +14,7 @@ the peers, and files are written after every case: a run that is cut short leave
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import time
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from triton_tuning import Tuning, known
 
 from mindspeed_kda import chunk_kda_bwd_wy_dqkg_fused as op
 from mindspeed_kda.contracts import wy_dqkg
@@ -186,10 +189,11 @@ def main() -> None:
         write()
     plot(result, args.out / f"{args.name}.png")
     peer_cases = [] if args.no_peers else args.peer_cases.split(",")
-    for row in result["rows"]:
-        if row["case"] in peer_cases:
-            print(json.dumps(measure(row["T"], row["case"], speed, args.device, row)), flush=True)
-            write()
+    with Tuning(known()) if peer_cases else contextlib.nullcontext():
+        for row in result["rows"]:
+            if row["case"] in peer_cases:
+                print(json.dumps(measure(row["T"], row["case"], speed, args.device, row)), flush=True)
+                write()
     plot(result, args.out / f"{args.name}.png")
     print(table(result))
 

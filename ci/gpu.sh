@@ -44,7 +44,8 @@ if wanted tests; then
     else
         echo "== pytest-xdist is not installed: the tests run one after another"
     fi
-    STAGE_LIMIT=$((4 * LIMIT)) stage "tests" device_tests "$PY" "$site" gpu "${parallel[@]}" "$@"
+    STAGE_LIMIT=$((4 * LIMIT)) stage "tests" device_tests "$PY" "$site" gpu -m "gpu and not whole_gpu" "${parallel[@]}" "$@"
+    STAGE_LIMIT=$LIMIT stage "tests of the largest tensors" device_tests "$PY" "$site" whole_gpu "$@"
 fi
 STAGE_LIMIT=$LIMIT
 if wanted verify; then

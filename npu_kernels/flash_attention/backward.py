@@ -24,12 +24,12 @@ import triton.language as tl
 
 from mindspeed_kda.npu_kernels.common import load_row, load_tile, store_row, store_tile
 from mindspeed_kda.npu_kernels.flash_attention.blocks import (
-    LOG2E,
+    below_lse,
     decode_pair,
     decode_task,
     load_block,
     load_line,
-    power,
+    probability,
     row_offset,
     scores,
     sees,
@@ -86,15 +86,13 @@ def _dkdv_step(b_dk, b_dv, b_k, b_v, p_k, p_v, p_q, p_do, p_lse, p_r, p_dq, row,
     b_lse = load_line(p_lse + row, n_q - row, BM, not MASKED)  # [BM]
     b_s = tl.dot(b_kl, tl.trans(b_q), input_precision="ieee")  # [BN, BM]
     b_x, b_t = scores(b_s, factor, cap, inner, CAP, EXACT)
-    if not EXACT:
-        b_lse = b_lse * LOG2E
-    b_x -= b_lse[None, :]
+    b_d, b_lost = below_lse(b_x, b_lse[None, :], EXACT)
     if MASKED:
         # before exp2: a score outside the mask may exceed lse by any amount
         o_m = (row + tl.arange(0, BM))[None, :]
         o_n = (key + tl.arange(0, BN))[:, None]
-        b_x = tl.where(sees(o_m, o_n, n_q, n_k, left, right, HAS_LEFT, HAS_RIGHT), b_x, float("-inf"))
-    b_p = power(b_x, EXACT)
+        b_d = tl.where(sees(o_m, o_n, n_q, n_k, left, right, HAS_LEFT, HAS_RIGHT), b_d, float("-inf"))
+    b_p = probability(b_d, b_lost, EXACT)
     b_do = load_block(p_do + at * DV, H * DV, n_q - row, DV, BM, BDV, not MASKED)  # [BM, BDV]
     b_r = load_line(p_r + row, n_q - row, BM, not MASKED)  # [BM]
     b_ds = b_p * (tl.dot(b_vl, tl.trans(b_do), input_precision="ieee") - b_r[None, :])
@@ -179,14 +177,13 @@ def _dq_step(b_dq, b_q, b_do, b_lse, b_r, p_q, p_do, p_k, p_v, row, key, n_q, n_
     b_v = load_block(p_v + at * DV, HK * DV, n_k - key, DV, BN, BDV, not MASKED)  # [BN, BDV]
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
     b_x, b_t = scores(b_s, factor, cap, inner, CAP, EXACT)
-    if not EXACT:
-        b_lse = b_lse * LOG2E
-    b_x -= b_lse[:, None]
+    b_d, b_lost = below_lse(b_x, b_lse[:, None], EXACT)
     if MASKED:
         o_m = (row + tl.arange(0, BM))[:, None]
         o_n = (key + tl.arange(0, BN))[None, :]
-        b_x = tl.where(sees(o_m, o_n, n_q, n_k, left, right, HAS_LEFT, HAS_RIGHT), b_x, float("-inf"))
-    b_ds = power(b_x, EXACT) * (tl.dot(b_do, tl.trans(b_v), input_precision="ieee") - b_r[:, None])
+        b_d = tl.where(sees(o_m, o_n, n_q, n_k, left, right, HAS_LEFT, HAS_RIGHT), b_d, float("-inf"))
+    b_p = probability(b_d, b_lost, EXACT)
+    b_ds = b_p * (tl.dot(b_do, tl.trans(b_v), input_precision="ieee") - b_r[:, None])
     if CAP:
         b_ds = b_ds * (1.0 - b_t * b_t)
     return b_dq + tl.dot(b_ds.to(b_k.dtype), b_k, input_precision="ieee")

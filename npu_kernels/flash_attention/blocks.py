@@ -13,6 +13,11 @@ from mindspeed_kda.npu_kernels.common import load_tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LN2_HIGH = tl.constexpr(0.693359375)
+LN2_LOW = tl.constexpr(-2.1219444005469057e-4)
+"""ln 2 in two parts: whole numbers of 15 bits times the first are exact in float32."""
+UNDERFLOW = tl.constexpr(-104.0)
+"""e to this is below half of float32's least number."""
 SMALL = tl.constexpr(0.55)
 """Up to here tanh is a polynomial: 1 - 2 / (e^2x + 1) is right to 6e-8 of 1, not of x."""
 
@@ -148,6 +153,32 @@ def power(b_x, EXACT: tl.constexpr):
     if EXACT:
         b_x = b_x * LOG2E
     return tl.exp2(b_x)
+
+
+@triton.jit
+def below_lse(b_x, b_lse, EXACT: tl.constexpr):
+    """Scores less lse, which is natural, and what the rounded difference lost of it, for ``probability``."""
+    if EXACT:
+        b_d = b_x - b_lse
+        b_y = b_d - b_x
+        b_lost = (b_x - (b_d - b_y)) - (b_lse + b_y)
+    else:
+        b_d = b_x - b_lse * LOG2E
+        b_lost = b_d
+    return b_d, b_lost
+
+
+@triton.jit
+def probability(b_d, b_lost, EXACT: tl.constexpr):
+    """exp of what ``below_lse`` gave, or of -inf. In fp32 the difference comes to 10 and more, and it and its change of
+    base would cost two roundings of such a number, 3e-7 of the result: e^d is 2^n e^(d - n ln 2) here."""
+    if EXACT:
+        b_n = tl.floor(b_d * LOG2E + 0.5)
+        b_r = (b_d - b_n * LN2_HIGH) - b_n * LN2_LOW + b_lost
+        b_p = tl.where(b_d < UNDERFLOW, 0.0, tl.exp2(b_n) * tl.exp2(b_r * LOG2E))  # of -inf, b_r is not a number
+    else:
+        b_p = tl.exp2(b_d)
+    return b_p
 
 
 @triton.jit

@@ -39,6 +39,7 @@ def test_repeats_bit_for_bit_and_never_synchronises(lengths: list[int] | None) -
     assert_repeats(inputs, "triton", 19)
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize(("K", "V"), [(16, 128), (128, 16)], ids=["wide V", "wide K"])
 def test_more_elements_than_int32_counts(K: int, V: int) -> None:
     assert_large_offsets("triton", K, V)
