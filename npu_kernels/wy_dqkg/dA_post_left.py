@@ -18,7 +18,7 @@ from mindspeed_kda.npu_kernels.common import decode_chunk, load_tile, store_tile
 @triton.jit(do_not_specialize=["T", "NT", "R", "n_chunks"])
 def chunk_kda_bwd_kernel_dA_post_left(
     A, P, dA, cu_seqlens, chunk_indices, T, NT, R, n_chunks,
-    HV: tl.constexpr, BT: tl.constexpr, BDA: tl.constexpr, PACKED: tl.constexpr,
+    HV: tl.constexpr, BT: tl.constexpr, BDA: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     NB: tl.constexpr = BT // BDA
     o_i = tl.arange(0, BDA)
@@ -39,7 +39,7 @@ def chunk_kda_bwd_kernel_dA_post_left(
             p_A = A + ((row + i_m * BDA) * HV + i_h) * BT + i_i * BDA
             b_A = load_tile(p_A, HV * BT, n_m, n_rows - i_i * BDA, BDA, BDA)  # [BDA, BDA]
             b_P = load_tile(P + (at_t + i_m * BDA) * BT + i_j * BDA, BT, n_m, BDA, BDA, BDA)  # [BDA, BDA]
-            b_dA = tl.dot(tl.trans(b_A), b_P, b_dA, input_precision="ieee")
+            b_dA = tl.dot(tl.trans(b_A), b_P, b_dA, input_precision=PREC)
         below = (i_i * BDA + o_i)[:, None] > (i_j * BDA + o_i)[None, :]
         b_dA = tl.where(below, -b_dA, 0.0)
         p_dA = dA + ((row + tl.minimum(i_i * BDA, last)) * HV + i_h) * BT + i_j * BDA

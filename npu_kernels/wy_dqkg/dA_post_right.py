@@ -18,7 +18,7 @@ from mindspeed_kda.npu_kernels.common import decode_chunk, load_tile, store_tile
 @triton.jit(do_not_specialize=["T", "NT", "R", "n_chunks"])
 def chunk_kda_bwd_kernel_dA_post_right(
     A, M, P, cu_seqlens, chunk_indices, T, NT, R, n_chunks,
-    HV: tl.constexpr, BT: tl.constexpr, BDA: tl.constexpr, PACKED: tl.constexpr,
+    HV: tl.constexpr, BT: tl.constexpr, BDA: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     NB: tl.constexpr = BT // BDA
     for i_task in range(tl.program_id(0), n_chunks * HV * (NB * NB), tl.num_programs(0)):
@@ -40,5 +40,5 @@ def chunk_kda_bwd_kernel_dA_post_right(
             b_M = load_tile(p_M, BT, n_rows - i_i * BDA, n_m, BDA, BDA)  # [BDA, BDA]
             p_A = A + ((row + row_j) * HV + i_h) * BT + i_m * BDA
             b_A = load_tile(p_A, HV * BT, n_rows - i_j * BDA, n_m, BDA, BDA)  # [BDA, BDA]
-            b_P = tl.dot(b_M, tl.trans(b_A), b_P, input_precision="ieee")
+            b_P = tl.dot(b_M, tl.trans(b_A), b_P, input_precision=PREC)
         store_tile(P + (at_t + row_i) * BT + i_j * BDA, b_P, BT, n_rows - i_i * BDA, BDA, BDA, BDA)

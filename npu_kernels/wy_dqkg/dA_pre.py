@@ -21,7 +21,7 @@ from mindspeed_kda.npu_kernels.common import decode_chunk, load_row, load_tile, 
 def chunk_kda_bwd_kernel_wy_dA_pre(
     k, v, g, dv, dw, beta_t, M, cu_seqlens, chunk_indices, T, NT, R, n_chunks,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, PACKED: tl.constexpr,
+    BV: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -40,7 +40,7 @@ def chunk_kda_bwd_kernel_wy_dA_pre(
             n_v = V - i_v * BV
             b_dv = load_tile(dv + at_v + i_v * BV, HV * V, n_rows, n_v, BT, BV)  # [BT, BV]
             b_v = load_tile(v + at_v + i_v * BV, HV * V, n_rows, n_v, BT, BV)  # [BT, BV]
-            b_vv = tl.dot(b_dv, tl.trans(b_v), b_vv, input_precision="ieee")
+            b_vv = tl.dot(b_dv, tl.trans(b_v), b_vv, input_precision=PREC)
         b_kk = tl.zeros([BT, BT], dtype=tl.float32)
         for i_k in range(NK):
             n_k = K - i_k * BK
@@ -48,7 +48,7 @@ def chunk_kda_bwd_kernel_wy_dA_pre(
             b_g = load_tile(g + at_k + i_k * BK, HV * K, n_rows, n_k, BT, BK)  # [BT, BK]
             b_k = load_tile(k + at_qk + i_k * BK, H * K, n_rows, n_k, BT, BK).to(tl.float32)  # [BT, BK]
             b_kg = (b_k * tl.exp2(b_g)).to(main)
-            b_kk = tl.dot(b_dw, tl.trans(b_kg), b_kk, input_precision="ieee")
+            b_kk = tl.dot(b_dw, tl.trans(b_kg), b_kk, input_precision=PREC)
         b_b = load_row(beta_t + at_t, n_rows, BT)  # [BT]
         # scaled before they are added: a bare sum of two products is folded into one accumulator again
         b_M = b_vv * b_b[None, :] + b_kk * b_b[None, :]

@@ -22,6 +22,7 @@ from mindspeed_kda.npu_kernels.common import decode_chunk, load_row, load_tile, 
 def chunk_kda_bwd_kernel_wy_dk_dg_db(
     k, g, A, dw, beta_t, dk, dg, db_t, cu_seqlens, chunk_indices, T, NT, R, n_chunks,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, PACKED: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     NK: tl.constexpr = (K + BK - 1) // BK
     for i_task in range(tl.program_id(0), n_chunks * HV, tl.num_programs(0)):
@@ -38,7 +39,7 @@ def chunk_kda_bwd_kernel_wy_dk_dg_db(
             n_k = K - i_k * BK
             b_A = load_tile(A + at_A, HV * BT, n_rows, n_rows, BT, BT)  # [BT, BT]
             b_dw = load_tile(dw + at_t * K + i_k * BK, K, n_rows, n_k, BT, BK)  # [BT, BK]
-            b_x = tl.dot(tl.trans(b_A), b_dw, input_precision="ieee")
+            b_x = tl.dot(tl.trans(b_A), b_dw, input_precision=PREC)
             b_g = load_tile(g + at_k + i_k * BK, HV * K, n_rows, n_k, BT, BK)  # [BT, BK]
             b_k = load_tile(k + at_qk + i_k * BK, H * K, n_rows, n_k, BT, BK).to(tl.float32)  # [BT, BK]
             b_x *= tl.exp2(b_g)

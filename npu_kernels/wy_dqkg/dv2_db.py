@@ -20,7 +20,7 @@ from mindspeed_kda.npu_kernels.common import decode_chunk, load_row, load_tile, 
 @triton.jit(do_not_specialize=["T", "NT", "R", "n_chunks"])
 def chunk_kda_bwd_kernel_wy_dv2_db(
     v, A, dv, beta_t, dv_out, db_t, cu_seqlens, chunk_indices, T, NT, R, n_chunks,
-    HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr,
+    HV: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     NV: tl.constexpr = (V + BV - 1) // BV
     for i_task in range(tl.program_id(0), n_chunks * HV, tl.num_programs(0)):
@@ -35,7 +35,7 @@ def chunk_kda_bwd_kernel_wy_dv2_db(
         for i_v in range(NV):
             b_A = load_tile(A + at_A, HV * BT, n_rows, n_rows, BT, BT)  # [BT, BT]
             b_dv = load_tile(dv + at_v + i_v * BV, HV * V, n_rows, V - i_v * BV, BT, BV)  # [BT, BV]
-            b_y = tl.dot(tl.trans(b_A), b_dv, input_precision="ieee")
+            b_y = tl.dot(tl.trans(b_A), b_dv, input_precision=PREC)
             b_v = load_tile(v + at_v + i_v * BV, HV * V, n_rows, V - i_v * BV, BT, BV).to(tl.float32)  # [BT, BV]
             b_db += tl.sum(b_y * b_v, 1)
             store_tile(dv_out + at_v + i_v * BV, b_y * b_b[:, None], HV * V, n_rows, V - i_v * BV, BT, BV)

@@ -33,7 +33,7 @@ from mindspeed_kda.npu_kernels.common import (
 def chunk_kda_bwd_kernel_wy_dqkg_fused(
     q, k, v_new, g, h, do, dh, dv, dq, dk, dg, dw, cu_seqlens, chunk_indices, scale, T, NT, R, n_chunks,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, V_FIRST: tl.constexpr, PACKED: tl.constexpr,
+    BV: tl.constexpr, V_FIRST: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     NK: tl.constexpr = (K + BK - 1) // BK
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -58,7 +58,7 @@ def chunk_kda_bwd_kernel_wy_dqkg_fused(
             b_do = load_tile(do + at_v + i_v * BV, HV * V, n_rows, V - i_v * BV, BT, BV)  # [BT, BV]
             p_h = h + at_state + state_offset(i_k, i_v * BV, K, V, V_FIRST)
             b_h = load_state_t(p_h, n_k, V - i_v * BV, K, V, BK, BV, V_FIRST)  # [BV, BK]
-            b_dq = tl.dot(b_do, b_h.to(main), b_dq, input_precision="ieee")
+            b_dq = tl.dot(b_do, b_h.to(main), b_dq, input_precision=PREC)
         b_g = load_tile(g + at_k, HV * K, n_rows, n_k, BT, BK)  # [BT, BK]
         b_q = load_tile(q + at_qk, H * K, n_rows, n_k, BT, BK).to(tl.float32)  # [BT, BK]
         b_dq *= tl.exp2(b_g) * scale
@@ -70,7 +70,7 @@ def chunk_kda_bwd_kernel_wy_dqkg_fused(
             b_vn = load_tile(v_new + at_v + i_v * BV, HV * V, n_rows, V - i_v * BV, BT, BV)  # [BT, BV]
             p_dh = dh + at_state + state_offset(i_k, i_v * BV, K, V, V_FIRST)
             b_dh = load_state_t(p_dh, n_k, V - i_v * BV, K, V, BK, BV, V_FIRST)  # [BV, BK]
-            b_dk = tl.dot(b_vn, b_dh.to(main), b_dk, input_precision="ieee")
+            b_dk = tl.dot(b_vn, b_dh.to(main), b_dk, input_precision=PREC)
         b_last = load_row(g + at_k + tl.cast(last, tl.int64) * (HV * K), n_k, BK)  # [BK]
         b_k = load_tile(k + at_qk, H * K, n_rows, n_k, BT, BK).to(tl.float32)  # [BT, BK]
         # masked before exp2: a padding row has no g, and g_L - 0 may be large where g is no cumsum
@@ -96,5 +96,5 @@ def chunk_kda_bwd_kernel_wy_dqkg_fused(
             b_dv = load_tile(dv + at_v + i_v * BV, HV * V, n_rows, V - i_v * BV, BT, BV)  # [BT, BV]
             p_h = h + at_state + state_offset(i_k, i_v * BV, K, V, V_FIRST)
             b_h = load_state_t(p_h, n_k, V - i_v * BV, K, V, BK, BV, V_FIRST)  # [BV, BK]
-            b_dw = tl.dot(b_dv, b_h.to(main), b_dw, input_precision="ieee")
+            b_dw = tl.dot(b_dv, b_h.to(main), b_dw, input_precision=PREC)
         store_tile(dw + (tl.cast(i_h, tl.int64) * R + row) * K + i_k, -b_dw, K, n_rows, n_k, BT, BK)

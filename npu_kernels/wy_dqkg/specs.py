@@ -43,10 +43,26 @@ class Sizes:
         return tiling.tile(self.target, BITS[self.main], self.K, self.V, self.BT, stage)
 
     @property
+    def precision(self) -> str:
+        """Of the products: float32's own, which 16-bit operands have anyway, but on tensor cores where they can."""
+        return float32_products() if self.target == "cuda" and self.main == "fp32" else "ieee"
+
+    @property
     def label(self) -> str:
         """Short and unique, for tables."""
         parts = [self.main, f"h={self.state}{'-vfirst' if self.v_first else ''}", f"K{self.K}", f"V{self.V}"]
         return " ".join([*parts, f"BT{self.BT}", f"packed-{self.index}" if self.index else "dense"])
+
+
+@functools.cache
+def float32_products() -> str:
+    """How Triton for NVIDIA is to multiply float32: six products of bf16 parts, which miss float32's rounding by
+    little, or with a Triton that lacks them (before 3.5) FMAs without tensor cores."""
+    try:
+        from triton.backends.nvidia.compiler import CUDAOptions
+    except ImportError:
+        return "ieee"
+    return "bf16x6" if "bf16x6" in CUDAOptions.allowed_dot_input_precisions else "ieee"
 
 
 @dataclass(frozen=True)
@@ -100,14 +116,15 @@ ZERO_BLOCK = 1024
 """Elements that one task of zero_tail owns in each output."""
 
 
-def constants(sizes: Sizes, stage: Stage) -> dict[str, int | bool]:
+def constants(sizes: Sizes, stage: Stage) -> dict[str, int | bool | str]:
     """Compile-time parameters of a stage by name (and some that only other stages take)."""
     tile = sizes.tile(stage.name)
     return {
         "H": sizes.H, "HV": sizes.HV, "K": sizes.K, "V": sizes.V, "BT": sizes.BT,
         "BK": tile.BK, "BV": tile.BV, "BDA": tile.BDA, "V_FIRST": sizes.v_first, "PACKED": sizes.packed,
-        "BLOCK": ZERO_BLOCK, "W0": sizes.HV * sizes.K, "W1": sizes.HV * sizes.K, "W2": sizes.HV * sizes.V,
-        "W3": sizes.HV, "W4": sizes.HV * sizes.K, "W5": sizes.HV * sizes.BT,
+        "PREC": sizes.precision, "BLOCK": ZERO_BLOCK, "W0": sizes.HV * sizes.K, "W1": sizes.HV * sizes.K,
+        "W2": sizes.HV * sizes.V, "W3": sizes.HV, "W4": sizes.HV * sizes.K, 
+        "W5": sizes.HV * sizes.BT,
     }  # fmt: skip
 
 
