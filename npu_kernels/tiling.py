@@ -81,10 +81,7 @@ TABLE = (
     Row("npu", 16, None, (), 64, 64, 32, "the op page's default; main needs up to 190 of 192 KiB of UB"),
     Row("npu", 32, None, (), 64, 64, 32, "fits as it is: main needs up to 170 KiB of UB"),
     Row("cuda", 16, None, (), 64, 64, 64, "H200, fp16, T2048 H32 128: 305 us; BDA 32: 331, BK 32: 420, 8 warps: 428"),
-    Row("cuda", 32, None, ("main",), 64, 32, 32, "H200, as above: 590 us; 32 x 32: 1036, 64 x 64: 781, 8 warps: 1063"),
-    Row("cuda", 32, None, ("dk_dg_db",), 32, 32, 32, "same: 106 us; with 4 warps 942 (registers spill)", num_warps=8),
-    Row("cuda", 32, None, ("dA_pre",), 16, 16, 16, "same: 203 us; 32 x 32: 227, 64 x 32: 2238 (registers spill)"),
-    Row("cuda", 32, None, (), 32, 32, 64, "same: dv2_db 66 us, dA_post 56 and 23; with BDA 32 95 and 35"),
+    Row("cuda", 32, None, (), 64, 64, 64, "H200, as above: 503 us; BV 32: 561, BK 32: 694, BDA 32: 623, 8 warps: 848"),
     Row("cpu", None, None, (), 64, 64, 32, "the interpreter proves the NPU's rows"),
 )
 

@@ -123,8 +123,7 @@ def constants(sizes: Sizes, stage: Stage) -> dict[str, int | bool | str]:
         "H": sizes.H, "HV": sizes.HV, "K": sizes.K, "V": sizes.V, "BT": sizes.BT,
         "BK": tile.BK, "BV": tile.BV, "BDA": tile.BDA, "V_FIRST": sizes.v_first, "PACKED": sizes.packed,
         "PREC": sizes.precision, "BLOCK": ZERO_BLOCK, "W0": sizes.HV * sizes.K, "W1": sizes.HV * sizes.K,
-        "W2": sizes.HV * sizes.V, "W3": sizes.HV, "W4": sizes.HV * sizes.K, 
-        "W5": sizes.HV * sizes.BT,
+        "W2": sizes.HV * sizes.V, "W3": sizes.HV, "W4": sizes.HV * sizes.K, "W5": sizes.HV * sizes.BT,
     }  # fmt: skip
 
 
