@@ -63,7 +63,7 @@ B, H = 2, 16
 
 def choose(tile: tuple[int, ...]) -> None:
     """Every stage takes this tile."""
-    tiling.ATTENTION = (tiling.AttentionRow("cuda", None, None, (), None, *tile, "a candidate"),)
+    tiling.ATTENTION = (tiling.AttentionRow("cuda", None, None, (), (), *tile, "a candidate"),)
     tiling.attention_tile.cache_clear()
 
 

@@ -76,6 +76,7 @@ TABLE = (
     Row("cuda", 16, None, ("grads",), 64, 64, 64, "same: 1920 us; 1 stage: 2311; all levels by products: 2367", 8, 2),
     Row("cuda", None, None, ("heads",), 64, 64, 16, "same: 144 us, near the copy speed"),
     Row("cuda", 32, None, ("intra", *SCANS, *PAIRS), 32, 32, 64, "fp32 products of 64 x 64 spill registers", 8, 1),
+    Row("cuda", 32, None, ("prepare", "values", "betas", "gate_sums"), 32, 32, 64, "as the line above"),
     Row("cpu", None, None, STEPS, 64, 32, 64, "the interpreter proves the NPU's rows"),
     Row("cpu", None, None, PAIRS, 16, 64, 64, "the interpreter proves the NPU's rows"),
     Row("npu", 16, None, (), 64, 64, 32, "the op page's default; main needs up to 190 of 192 KiB of UB"),
@@ -124,57 +125,58 @@ class AttentionTile:
 @dataclass(frozen=True)
 class AttentionRow:
     """As ``Row``: which calls it serves, the sizes, and why these. max_head: largest max(D, DV) served, None for any;
-    stages: empty for all; masked: calls with a window or causal (True), without (False), or both (None)."""
+    stages: empty for all; masks: which of MASKS, empty for all."""
 
     target: str
     bits: int | None
     max_head: int | None
     stages: tuple[str, ...]
-    masked: bool | None
+    masks: tuple[str, ...]
     BM: int
     BN: int
     num_warps: int
     num_stages: int
     reason: str
 
-    def serves(self, target: str, bits: int, head: int, stage: str, masked: bool) -> bool:
+    def serves(self, target: str, bits: int, head: int, stage: str, mask: str) -> bool:
         return (
             self.target == target
             and self.bits in (None, bits)
             and (self.max_head is None or head <= self.max_head)
             and (not self.stages or stage in self.stages)
-            and self.masked in (None, masked)
+            and (not self.masks or mask in self.masks)
         )
 
 
+FULL, CAUSAL, WINDOW = "full", "causal", "window"
+MASKS = (FULL, CAUSAL, WINDOW)
+"""Calls without a bound, with none to the left, and the rest."""
 FWD, DKDV, DQ = "attention", "attention_dkdv", "attention_dq"
 # Causal / without a mask in ms, H200, bf16, B2 H16 T8192 (benchmarks/attention_tiles.py,
 # benchmarks/results/attention_tiles_h200.json).
 ATTENTION = (
-    AttentionRow("cuda", 16, 64, (FWD,), True, 64, 64, 4, 3, "0.80 / 1.62"),
-    AttentionRow("cuda", 16, 64, (FWD,), False, 128, 64, 8, 3, "0.99 / 1.34"),
-    AttentionRow("cuda", 16, 64, (DKDV,), None, 128, 64, 4, 2, "1.29 / 2.73; 64 x 64 4 warps 3 stages: 1.76 / 3.08"),
-    AttentionRow("cuda", 16, 64, (DQ,), True, 64, 64, 4, 3, "0.82 / 1.54"),
-    AttentionRow("cuda", 16, 64, (DQ,), False, 128, 64, 8, 3, "1.07 / 1.43"),
-    AttentionRow("cuda", 16, 128, (FWD,), None, 128, 64, 8, 3, "1.51 / 2.42; 128 x 128, 2 stages: 1.48 / 2.45"),
-    AttentionRow("cuda", 16, 128, (DKDV,), None, 64, 128, 8, 3, "2.64 / 4.90; 32 x 128, 4 stages: 3.28 / 6.29"),
-    AttentionRow("cuda", 16, 128, (f"{DKDV}_atomic",), None, 64, 128, 8, 3, "with dq: 4.35 / 8.63"),
-    AttentionRow("cuda", 16, 128, (DQ,), None, 128, 64, 8, 3, "1.77 / 2.58; 128 x 128, 2 stages: 1.71 / 2.88"),
-    AttentionRow("cuda", 16, None, (FWD,), None, 128, 64, 8, 2, "D 256: 2.83 / 4.46; 1 stage: 3.05 / 6.19"),
-    AttentionRow("cuda", 16, None, (DKDV,), None, 64, 32, 4, 1, "D 256: 10.6 / 21.2; 32 x 64, 8 warps: 9.4 / 29.3"),
-    AttentionRow("cuda", 16, None, (DQ,), None, 128, 32, 8, 2, "D 256: 4.79 / 7.70; 64 x 64: 7.89 / 12.3"),
-    AttentionRow(
-        "cuda", 32, 128, (), None, 32, 32, 8, 1, "not measured; with 4 warps dk and dv spill 1.8 KiB a thread"
-    ),
-    AttentionRow("cuda", None, None, (), None, 16, 16, 4, 1, "not measured; heads over 128 in fp32"),
-    AttentionRow("npu", 16, 128, (), None, 64, 64, 4, 2, "up to 222 of 248 KiB of UB, all 512 of L1 for dK and dV"),
-    AttentionRow("npu", 16, None, (), None, 32, 32, 4, 2, "up to 512 KiB of L1 for dK and dV"),
-    AttentionRow("npu", 32, 128, (), None, 32, 32, 4, 2, "up to 512 KiB of L1; at 64 x 64 dK, dV lose multi-buffering"),
-    AttentionRow(
-        "npu", 32, None, (), None, 16, 16, 4, 2, "up to 512 KiB of L1; at 32 x 32 dK, dV lose multi-buffering"
-    ),
-    AttentionRow("cpu", None, 128, (), None, 32, 64, 4, 2, "the interpreter: sides that differ"),
-    AttentionRow("cpu", None, None, (), None, 32, 32, 4, 2, "the interpreter"),
+    AttentionRow("cuda", 16, 64, (FWD,), (CAUSAL, WINDOW), 64, 64, 4, 3, "0.80 / 1.62"),
+    AttentionRow("cuda", 16, 64, (FWD,), (FULL,), 128, 64, 8, 3, "0.99 / 1.34"),
+    AttentionRow("cuda", 16, 64, (DKDV,), (), 128, 64, 4, 2, "1.29 / 2.73; 64 x 64 4 warps 3 stages: 1.76 / 3.08"),
+    AttentionRow("cuda", 16, 64, (DQ,), (WINDOW,), 64, 128, 4, 2, "1024 keys: 0.26; 64 x 64, 3 stages: 0.30"),
+    AttentionRow("cuda", 16, 64, (DQ,), (CAUSAL,), 64, 64, 4, 3, "0.82 / 1.54"),
+    AttentionRow("cuda", 16, 64, (DQ,), (FULL,), 128, 64, 8, 3, "1.07 / 1.43"),
+    AttentionRow("cuda", 16, 128, (FWD,), (), 128, 64, 8, 3, "1.51 / 2.42; 128 x 128, 2 stages: 1.48 / 2.45"),
+    AttentionRow("cuda", 16, 128, (DKDV,), (), 64, 128, 8, 3, "2.64 / 4.90; 32 x 128, 4 stages: 3.28 / 6.29"),
+    AttentionRow("cuda", 16, 128, (f"{DKDV}_atomic",), (), 64, 128, 8, 3, "with dq: 4.35 / 8.63"),
+    AttentionRow("cuda", 16, 128, (DQ,), (WINDOW,), 64, 64, 4, 2, "1024 keys: 0.41; 128 x 64, 8 warps, 3 stages: 0.56"),
+    AttentionRow("cuda", 16, 128, (DQ,), (), 128, 64, 8, 3, "1.77 / 2.58; 128 x 128, 2 stages: 1.71 / 2.88"),
+    AttentionRow("cuda", 16, None, (FWD,), (), 128, 64, 8, 2, "D 256: 2.83 / 4.46; 1 stage: 3.05 / 6.19"),
+    AttentionRow("cuda", 16, None, (DKDV,), (), 64, 32, 4, 1, "D 256: 10.6 / 21.2; 32 x 64, 8 warps: 9.4 / 29.3"),
+    AttentionRow("cuda", 16, None, (DQ,), (), 128, 32, 8, 2, "D 256: 4.79 / 7.70; 64 x 64: 7.89 / 12.3"),
+    AttentionRow("cuda", 32, 128, (), (), 32, 32, 8, 1, "not measured; with 4 warps dk and dv spill 1.8 KiB a thread"),
+    AttentionRow("cuda", None, None, (), (), 16, 16, 4, 1, "not measured; heads over 128 in fp32"),
+    AttentionRow("npu", 16, 128, (), (), 64, 64, 4, 2, "up to 222 of 248 KiB of UB, all 512 of L1 for dK and dV"),
+    AttentionRow("npu", 16, None, (), (), 32, 32, 4, 2, "up to 512 KiB of L1 for dK and dV"),
+    AttentionRow("npu", 32, 128, (), (), 32, 32, 4, 2, "up to 512 KiB of L1; at 64 x 64 dK, dV lose multi-buffering"),
+    AttentionRow("npu", 32, None, (), (), 16, 16, 4, 2, "up to 512 KiB of L1; at 32 x 32 dK, dV lose multi-buffering"),
+    AttentionRow("cpu", None, 128, (), (), 32, 64, 4, 2, "the interpreter: sides that differ"),
+    AttentionRow("cpu", None, None, (), (), 32, 32, 4, 2, "the interpreter"),
 )
 
 
@@ -183,12 +185,12 @@ PREPROCESS = AttentionTile(32, 32, 4, 1)
 
 
 @functools.cache
-def attention_tile(target: str, bits: int, D: int, DV: int, stage: str, masked: bool) -> AttentionTile:
+def attention_tile(target: str, bits: int, D: int, DV: int, stage: str, mask: str) -> AttentionTile:
     """Tile of a stage of ``flash_attention``: the first row that serves it. ValueError: none does."""
     if stage == "attention_preprocess":
         return PREPROCESS
     for row in ATTENTION:
-        if row.serves(target, bits, max(D, DV), stage, masked):
+        if row.serves(target, bits, max(D, DV), stage, mask):
             return AttentionTile(row.BM, row.BN, row.num_warps, row.num_stages)
     raise ValueError(
         f"tile: expected a row of ATTENTION for target {target!r}, {bits} bits, D={D}, DV={DV}, stage {stage!r}, "

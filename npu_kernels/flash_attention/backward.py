@@ -30,6 +30,7 @@ from mindspeed_kda.npu_kernels.flash_attention.blocks import (
     load_block,
     load_line,
     probability,
+    products,
     row_offset,
     scores,
     sees,
@@ -73,7 +74,8 @@ def _add_dq(p, b_dst, b_k, n_rows, H: tl.constexpr, D: tl.constexpr, MASKED: tl.
 def _dkdv_step(b_dk, b_dv, b_k, b_v, p_k, p_v, p_q, p_do, p_lse, p_r, p_dq, row, key, n_q, n_k, left, right, factor,
                cap, inner, H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
                HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, ATOMIC: tl.constexpr,
-               RELOAD: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+               RELOAD: tl.constexpr,
+               PARTS: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
                BDV: tl.constexpr):  # fmt: skip
     EXACT: tl.constexpr = p_q.dtype.element_ty == tl.float32
     at = tl.cast(row, tl.int64) * H
@@ -84,7 +86,7 @@ def _dkdv_step(b_dk, b_dv, b_k, b_v, p_k, p_v, p_q, p_do, p_lse, p_r, p_dq, row,
         b_vl = load_tile(p_v, HK * DV, n_k - key, DV, BN, BDV)  # [BN, BDV]
     b_q = load_block(p_q + at * D, H * D, n_q - row, D, BM, BD, not MASKED)  # [BM, BD]
     b_lse = load_line(p_lse + row, n_q - row, BM, not MASKED)  # [BM]
-    b_s = tl.dot(b_kl, tl.trans(b_q), input_precision="ieee")  # [BN, BM]
+    b_s = products(b_kl, b_q, PARTS, BN, BM, BD)  # [BN, BM]
     b_x, b_t = scores(b_s, factor, cap, inner, CAP, EXACT)
     b_d, b_lost = below_lse(b_x, b_lse[None, :], EXACT)
     if MASKED:
@@ -111,6 +113,7 @@ def flash_attention_bwd_kernel_dkdv(
     q, k, v, do, lse, r, dq, dk, dv, cu_q, cu_k, blocks, TQ, TK, NB, n_tasks, left, right, scale, factor, cap, inner,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, ATOMIC: tl.constexpr, PACKED: tl.constexpr, RELOAD: tl.constexpr,
+    PARTS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // HK
@@ -147,17 +150,17 @@ def flash_attention_bwd_kernel_dkdv(
                     for row in range(begin, a, BM):
                         b_dk, b_dv = _dkdv_step(b_dk, b_dv, b_k, b_v, p_k, p_v, p_q, p_do, lse + at_l, r + at_l, p_dq,
                                                 row, key, n_q, n_k, left, right, factor, cap, inner, H, HK, D, DV,
-                                                HAS_LEFT, HAS_RIGHT, CAP, ATOMIC, RELOAD, True,
+                                                HAS_LEFT, HAS_RIGHT, CAP, ATOMIC, RELOAD, PARTS, True,
                                                 BM, BN, BD, BDV)  # fmt: skip
                 for row in range(a, c, BM):
                     b_dk, b_dv = _dkdv_step(b_dk, b_dv, b_k, b_v, p_k, p_v, p_q, p_do, lse + at_l, r + at_l, p_dq,
                                             row, key, n_q, n_k, left, right, factor, cap, inner, H, HK, D, DV,
-                                            HAS_LEFT, HAS_RIGHT, CAP, ATOMIC, RELOAD, False,
+                                            HAS_LEFT, HAS_RIGHT, CAP, ATOMIC, RELOAD, PARTS, False,
                                             BM, BN, BD, BDV)  # fmt: skip
                 for row in range(c, end, BM):
                     b_dk, b_dv = _dkdv_step(b_dk, b_dv, b_k, b_v, p_k, p_v, p_q, p_do, lse + at_l, r + at_l, p_dq,
                                             row, key, n_q, n_k, left, right, factor, cap, inner, H, HK, D, DV,
-                                            HAS_LEFT, HAS_RIGHT, CAP, ATOMIC, RELOAD, True,
+                                            HAS_LEFT, HAS_RIGHT, CAP, ATOMIC, RELOAD, PARTS, True,
                                             BM, BN, BD, BDV)  # fmt: skip
             store_tile(dk + at_k * D, b_dk * scale, HK * D, n_k - key, D, BN, BD)
             store_tile(dv + at_k * DV, b_dv, HK * DV, n_k - key, DV, BN, BDV)
@@ -166,7 +169,8 @@ def flash_attention_bwd_kernel_dkdv(
 @triton.jit
 def _dq_step(b_dq, b_q, b_do, b_lse, b_r, p_q, p_do, p_k, p_v, row, key, n_q, n_k, left, right, factor, cap, inner,
              H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr,
-             HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, RELOAD: tl.constexpr, MASKED: tl.constexpr,
+             HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, RELOAD: tl.constexpr,
+             PARTS: tl.constexpr, MASKED: tl.constexpr,
              BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr):  # fmt: skip
     EXACT: tl.constexpr = p_q.dtype.element_ty == tl.float32
     at = tl.cast(key, tl.int64) * HK
@@ -175,7 +179,7 @@ def _dq_step(b_dq, b_q, b_do, b_lse, b_r, p_q, p_do, p_k, p_v, row, key, n_q, n_
         b_do = load_tile(p_do, H * DV, n_q - row, DV, BM, BDV)  # [BM, BDV]
     b_k = load_block(p_k + at * D, HK * D, n_k - key, D, BN, BD, not MASKED)  # [BN, BD]
     b_v = load_block(p_v + at * DV, HK * DV, n_k - key, DV, BN, BDV, not MASKED)  # [BN, BDV]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [BM, BN]
+    b_s = products(b_q, b_k, PARTS, BM, BN, BD)  # [BM, BN]
     b_x, b_t = scores(b_s, factor, cap, inner, CAP, EXACT)
     b_d, b_lost = below_lse(b_x, b_lse[:, None], EXACT)
     if MASKED:
@@ -193,7 +197,8 @@ def _dq_step(b_dq, b_q, b_do, b_lse, b_r, p_q, p_do, p_k, p_v, row, key, n_q, n_
 def flash_attention_bwd_kernel_dq(
     q, k, v, do, lse, r, dq, cu_q, cu_k, blocks, TQ, TK, MB, n_tasks, left, right, scale, factor, cap, inner,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, PACKED: tl.constexpr, RELOAD: tl.constexpr, BM: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, PACKED: tl.constexpr, RELOAD: tl.constexpr,
+    PARTS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     for i_task in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
@@ -219,14 +224,14 @@ def flash_attention_bwd_kernel_dq(
             if HAS_LEFT:
                 for key in range(begin, a, BN):
                     b_dq = _dq_step(b_dq, b_q, b_do, b_lse, b_r, p_q, p_do, p_k, p_v, row, key, n_q, n_k, left, right,
-                                    factor, cap, inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, True,
+                                    factor, cap, inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, PARTS, True,
                                     BM, BN, BD, BDV)  # fmt: skip
             for key in range(a, c, BN):
                 b_dq = _dq_step(b_dq, b_q, b_do, b_lse, b_r, p_q, p_do, p_k, p_v, row, key, n_q, n_k, left, right,
-                                factor, cap, inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, False,
+                                factor, cap, inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, PARTS, False,
                                 BM, BN, BD, BDV)  # fmt: skip
             for key in range(c, end, BN):
                 b_dq = _dq_step(b_dq, b_q, b_do, b_lse, b_r, p_q, p_do, p_k, p_v, row, key, n_q, n_k, left, right,
-                                factor, cap, inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, True,
+                                factor, cap, inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, PARTS, True,
                                 BM, BN, BD, BDV)  # fmt: skip
             store_tile(dq + at_q * D, b_dq * scale, H * D, n_q - row, D, BM, BD)

@@ -25,6 +25,7 @@ from mindspeed_kda.npu_kernels.flash_attention.blocks import (
     decode_task,
     load_block,
     power,
+    products,
     row_offset,
     scores,
     sees,
@@ -35,7 +36,8 @@ from mindspeed_kda.npu_kernels.flash_attention.blocks import (
 @triton.jit
 def _step(b_o, b_l, b_m, b_q, p_q, p_k, p_v, row, key, n_q, n_k, left, right, factor, cap, inner,
           H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr,
-          HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, RELOAD: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr,
+          HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, RELOAD: tl.constexpr,
+          PARTS: tl.constexpr, MASKED: tl.constexpr, BM: tl.constexpr,
           BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr):  # fmt: skip
     EXACT: tl.constexpr = p_q.dtype.element_ty == tl.float32
     at = tl.cast(key, tl.int64) * HK
@@ -43,7 +45,7 @@ def _step(b_o, b_l, b_m, b_q, p_q, p_k, p_v, row, key, n_q, n_k, left, right, fa
         b_q = load_tile(p_q, H * D, n_q - row, D, BM, BD)  # [BM, BD]
     b_k = load_block(p_k + at * D, HK * D, n_k - key, D, BN, BD, not MASKED)  # [BN, BD]
     b_v = load_block(p_v + at * DV, HK * DV, n_k - key, DV, BN, BDV, not MASKED)  # [BN, BDV]
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    b_s = products(b_q, b_k, PARTS, BM, BN, BD)
     b_x, _b_t = scores(b_s, factor, cap, inner, CAP, EXACT)
     if MASKED:
         o_m = (row + tl.arange(0, BM))[:, None]
@@ -65,7 +67,8 @@ def _step(b_o, b_l, b_m, b_q, p_q, p_k, p_v, row, key, n_q, n_k, left, right, fa
 def flash_attention_fwd_kernel(
     q, k, v, o, lse, cu_q, cu_k, blocks, TQ, TK, MB, n_tasks, left, right, factor, cap, inner,
     H: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, PACKED: tl.constexpr, RELOAD: tl.constexpr, BM: tl.constexpr,
+    HAS_RIGHT: tl.constexpr, CAP: tl.constexpr, PACKED: tl.constexpr, RELOAD: tl.constexpr,
+    PARTS: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     for i_task in range(tl.program_id(0), n_tasks, tl.num_programs(0)):
@@ -89,15 +92,15 @@ def flash_attention_fwd_kernel(
             if HAS_LEFT:
                 for key in range(begin, a, BN):
                     b_o, b_l, b_m = _step(b_o, b_l, b_m, b_q, p_q, p_k, p_v, row, key, n_q, n_k, left, right, factor,
-                                          cap, inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, True,
+                                          cap, inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, PARTS, True,
                                           BM, BN, BD, BDV)  # fmt: skip
             for key in range(a, c, BN):
                 b_o, b_l, b_m = _step(b_o, b_l, b_m, b_q, p_q, p_k, p_v, row, key, n_q, n_k, left, right, factor, cap,
-                                      inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, False,
+                                      inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, PARTS, False,
                                       BM, BN, BD, BDV)  # fmt: skip
             for key in range(c, end, BN):
                 b_o, b_l, b_m = _step(b_o, b_l, b_m, b_q, p_q, p_k, p_v, row, key, n_q, n_k, left, right, factor, cap,
-                                      inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, True,
+                                      inner, H, HK, D, DV, HAS_LEFT, HAS_RIGHT, CAP, RELOAD, PARTS, True,
                                       BM, BN, BD, BDV)  # fmt: skip
             b_d = tl.where(b_l == 0.0, 1.0, b_l)
             if q.dtype.element_ty == tl.float32:

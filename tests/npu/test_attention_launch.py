@@ -67,7 +67,7 @@ def test_tasks_cover_all_rows_and_keys_once(lengths, recorded):
     plan.backward(call, o, lse, o)
     for name, _, given in recorded:
         keys = name.endswith("dkdv")
-        tile = tiling.attention_tile("npu", 16, 60, 100, NAMES[name], True)
+        tile = tiling.attention_tile("npu", 16, 60, 100, NAMES[name], tiling.CAUSAL)
         side, blocks = tile.BN if keys else tile.BM, given["NB" if keys else "MB"]
         assert given["n_tasks"] == blocks * (gate.HK if keys else gate.H)
         if lengths is None:
