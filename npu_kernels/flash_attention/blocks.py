@@ -133,9 +133,7 @@ def _tanh(b_x, EXACT: tl.constexpr):
 @triton.jit
 def products(b_a, b_b, PARTS: tl.constexpr, NA: tl.constexpr, NB: tl.constexpr, BD: tl.constexpr):
     """a b^T [NA, NB] over the BD numbers of a row, in PARTS (1 or 4) sums."""
-    if PARTS == 1:
-        b_s = tl.dot(b_a, tl.trans(b_b), input_precision="ieee")
-    else:
+    if PARTS == 4:
         b_a0, b_a1 = tl.split(tl.reshape(b_a, [NA, BD // 2, 2]))
         b_b0, b_b1 = tl.split(tl.reshape(b_b, [NB, BD // 2, 2]))
         b_a00, b_a01 = tl.split(tl.reshape(b_a0, [NA, BD // 4, 2]))
@@ -147,6 +145,8 @@ def products(b_a, b_b, PARTS: tl.constexpr, NA: tl.constexpr, NB: tl.constexpr, 
         b_s2 = tl.dot(b_a10, tl.trans(b_b10), input_precision="ieee")
         b_s3 = tl.dot(b_a11, tl.trans(b_b11), input_precision="ieee")
         b_s = (b_s0 + b_s1) + (b_s2 + b_s3)
+    else:
+        b_s = tl.dot(b_a, tl.trans(b_b), input_precision="ieee")
     return b_s
 
 
