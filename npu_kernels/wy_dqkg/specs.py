@@ -12,6 +12,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from mindspeed_kda import config
 from mindspeed_kda.npu_kernels import tiling
 
 BITS = {"fp16": 16, "bf16": 16, "fp32": 32}
@@ -57,12 +58,16 @@ class Sizes:
 @functools.cache
 def float32_products() -> str:
     """How Triton for NVIDIA is to multiply float32: six products of bf16 parts, which miss float32's rounding by
-    little, or with a Triton that lacks them (before 3.5) FMAs without tensor cores."""
+    little, or with a Triton that lacks them (before 3.5) three of TF32 parts, 21 bits: the tiles spill without tensor
+    cores. The interpreter knows no bf16 parts, whatever the device, and multiplies in float32 itself."""
+    if config.TRITON_INTERPRET.flag():
+        return "ieee"
     try:
         from triton.backends.nvidia.compiler import CUDAOptions
     except ImportError:
         return "ieee"
-    return "bf16x6" if "bf16x6" in CUDAOptions.allowed_dot_input_precisions else "ieee"
+    known = CUDAOptions.allowed_dot_input_precisions
+    return next(name for name in ("bf16x6", "tf32x3", "ieee") if name in known)
 
 
 @dataclass(frozen=True)

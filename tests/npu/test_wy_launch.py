@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ triton = pytest.importorskip("triton")
 from mindspeed_kda.npu_kernels import launch as launching  # noqa: E402
 from mindspeed_kda.npu_kernels.ascend_check.toolchain import stand_in_driver  # noqa: E402
 from mindspeed_kda.npu_kernels.chunk_kda.specs import STAGES as chunk_kda_stages  # noqa: E402, N811
-from mindspeed_kda.npu_kernels.wy_dqkg import gate, plan  # noqa: E402
+from mindspeed_kda.npu_kernels.wy_dqkg import gate, plan, specs  # noqa: E402
 
 NAMES = {torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 NPU = SimpleNamespace(type="npu", index=0)
@@ -85,9 +86,9 @@ def test_the_gate_compiles_what_is_launched(dtype, lengths, state_v_first, recor
     )  # fmt: skip
     plan.run(wy_dqkg.check(**kwargs))
     config = Config(str(dtype).removeprefix("torch."), 60, 33, 32, lengths is not None, "float32", state_v_first)
-    specs = list(gate.specs(config, TARGETS["Ascend910B3"]))
-    assert [s.kernel.rpartition(":")[2] for s in specs] == [name for name, _, _ in recorded]
-    for spec, (_, _, given) in zip(specs, recorded, strict=True):
+    listed = list(gate.specs(config, TARGETS["Ascend910B3"]))
+    assert [s.kernel.rpartition(":")[2] for s in listed] == [name for name, _, _ in recorded]
+    for spec, (_, _, given) in zip(listed, recorded, strict=True):
         constants = dict(spec.constants)
         for name, kind in spec.signature:
             value = given[name]
@@ -141,6 +142,41 @@ def test_every_tile_is_valid(target):
             assert size & (size - 1) == 0
             assert size < 2 * max(need, tiling.MIN_DOT)
         assert BT % it.BDA == 0
+
+
+@pytest.fixture
+def fresh_products():
+    specs.float32_products.cache_clear()
+    yield
+    specs.float32_products.cache_clear()
+
+
+@pytest.mark.parametrize("main", ["fp16", "bf16", "fp32"])
+def test_products_are_ieee_but_for_fp32_on_nvidia(main, monkeypatch):
+    monkeypatch.setattr(specs, "float32_products", lambda: "of tensor cores")
+    for target, stage in itertools.product(tiling.TARGETS, STAGES[:-1]):
+        sizes = specs.Sizes(target, main, "fp32", None, H=1, HV=1, K=64, V=64, BT=64)
+        expected = "of tensor cores" if (target, main) == ("cuda", "fp32") else "ieee"
+        assert specs.constants(sizes, specs.Stage(stage, "", ""))["PREC"] == expected
+
+
+@pytest.mark.usefixtures("fresh_products")
+@pytest.mark.parametrize(
+    ("known", "interpreter", "expected"),
+    [
+        (("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6"), "", "bf16x6"),
+        (("tf32", "tf32x3", "ieee"), "", "tf32x3"),
+        (("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6"), "1", "ieee"),
+        (None, "", "ieee"),
+    ],
+    ids=["3.5", "before", "interpreter", "not for NVIDIA"],
+)
+def test_fp32_takes_what_this_triton_multiplies_best(known, interpreter, expected, monkeypatch):
+    module = known and SimpleNamespace(CUDAOptions=SimpleNamespace(allowed_dot_input_precisions=known))
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia", module and SimpleNamespace(compiler=module))
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.compiler", module)
+    monkeypatch.setenv("TRITON_INTERPRET", interpreter)
+    assert specs.float32_products() == expected
 
 
 def test_the_page_s_defaults():
