@@ -45,7 +45,14 @@ if wanted tests; then
         echo "== pytest-xdist is not installed: the tests run one after another"
     fi
     STAGE_LIMIT=$((4 * LIMIT)) stage "tests" device_tests "$PY" "$site" gpu -m "gpu and not whole_gpu" "${parallel[@]}" "$@"
-    STAGE_LIMIT=$LIMIT stage "tests of the largest tensors" device_tests "$PY" "$site" whole_gpu "$@"
+    largest() {
+        local status=0
+        device_tests "$PY" "$site" whole_gpu "$@" || status=$?
+        # 5: none collected, which is what arguments that select other tests ask for
+        [ $status = 5 ] && [ $# -gt 0 ] && return 0
+        return $status
+    }
+    STAGE_LIMIT=$LIMIT stage "tests of the largest tensors" largest "$@"
 fi
 STAGE_LIMIT=$LIMIT
 if wanted verify; then

@@ -76,7 +76,7 @@ TABLE = (
     Row("cuda", 16, None, ("grads",), 64, 64, 64, "same: 1920 us; 1 stage: 2311; all levels by products: 2367", 8, 2),
     Row("cuda", None, None, ("heads",), 64, 64, 16, "same: 144 us, near the copy speed"),
     Row("cuda", 32, None, ("intra", *SCANS, *PAIRS), 32, 32, 64, "fp32 products of 64 x 64 spill registers", 8, 1),
-    Row("cuda", 32, None, ("prepare", "values", "betas", "gate_sums"), 32, 32, 64, "as the line above"),
+    Row("cuda", 32, None, ("prepare", "values", "betas", "gate_sums"), 32, 32, 64, "not measured; as the line above"),
     Row("cpu", None, None, STEPS, 64, 32, 64, "the interpreter proves the NPU's rows"),
     Row("cpu", None, None, PAIRS, 16, 64, 64, "the interpreter proves the NPU's rows"),
     Row("npu", 16, None, (), 64, 64, 32, "the op page's default; main needs up to 190 of 192 KiB of UB"),
@@ -153,7 +153,7 @@ MASKS = (FULL, CAUSAL, WINDOW)
 """Calls without a bound, with none to the left, and the rest."""
 FWD, DKDV, DQ = "attention", "attention_dkdv", "attention_dq"
 # Causal / without a mask in ms, H200, bf16, B2 H16 T8192 (benchmarks/attention_tiles.py,
-# benchmarks/results/attention_tiles_h200.json).
+# benchmarks/results/attention_tiles_h200.json); windows: causal with 1024 keys, ms (attention_window_tiles_h200.json).
 ATTENTION = (
     AttentionRow("cuda", 16, 64, (FWD,), (CAUSAL, WINDOW), 64, 64, 4, 3, "0.80 / 1.62"),
     AttentionRow("cuda", 16, 64, (FWD,), (FULL,), 128, 64, 8, 3, "0.99 / 1.34"),

@@ -64,7 +64,7 @@ def float32_products() -> str:
         return "ieee"
     try:
         from triton.backends.nvidia.compiler import CUDAOptions
-    except ImportError:
+    except ImportError:  # triton-ascend, which compiles nothing for NVIDIA
         return "ieee"
     known = CUDAOptions.allowed_dot_input_precisions
     return next(name for name in ("bf16x6", "tf32x3", "ieee") if name in known)
